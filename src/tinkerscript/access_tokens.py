@@ -30,14 +30,14 @@ KEY_PREFIX = "ts-"
 CLIENT_TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 ADMIN_TOKEN = "TINKERSCRIPT_ADMIN_TOKEN"
 
-FILE_SUFFIX = "_FILE"  # Names a file with the token.
+FILE_SUFFIX = "_FILE"  # Such a variable names a file with the token.
 
 # Child processes inherit them only if needed.
 TOKEN_VARIABLES = frozenset(
     f"{name}{suffix}" for name in (ADMIN_TOKEN, CLIENT_TOKEN) for suffix in ("", FILE_SUFFIX)
 )
 
-MIN_TOKEN_CHARS = 16  # Where other machines can reach the server.
+MIN_TOKEN_CHARS = 16  # On addresses that other machines can reach.
 
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 4096
@@ -219,7 +219,7 @@ def authorization_of(scope: Scope) -> str:
     return next(values, b"").decode("latin-1")
 
 
-CLAIM = "tinkerscript.claim"  # Scope key; `ClaimKeys.authorize` sets it.
+CLAIM = "tinkerscript.claim"  # In a request's scope.
 
 
 class ClaimKeys:

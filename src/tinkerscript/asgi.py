@@ -57,7 +57,7 @@ _EVENT_HEADERS = [
 ]
 
 
-LOST = "tinkerscript.lost"  # Scope key of a future that tells of a disconnect.
+LOST = "tinkerscript.lost"  # In a scope: a future that ends with the connection.
 
 
 class CallerDisconnectedError(Exception): ...
@@ -68,7 +68,7 @@ class Caller:
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
         }
-        """By lower-case name; the first counts."""
+        """By lower-case name. Of equal names the first counts."""
 
         self.streaming = False
         """Events were sent, so an error must be an event too."""

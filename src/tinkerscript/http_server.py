@@ -89,13 +89,13 @@ def connections_allowed() -> int:
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     header_s: float = 10.0
-    """For a request's head, from its first byte or the connection's start."""
+    """Seconds for a request's head, from its first byte or the connection's start."""
 
     body_s: float = 60.0
-    """For a request's body, and for the client to read any part of a waiting answer."""
+    """Seconds for a request's body, and for the client to read any of a waiting answer."""
 
     connections: int = field(default_factory=connections_allowed)
-    """Then the connection that has waited longest is closed."""
+    """Beyond this, the longest-waiting connection is closed."""
 
 
 def _closing(status: int, reason: str, more: str = "", body: str = "") -> bytes:
@@ -130,7 +130,7 @@ def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
 class GuardedProtocol(HttpToolsProtocol):
     _limits: ConnectionLimits
     _waiting: dict[GuardedProtocol, None]
-    """Without a running answer, longest-waiting first."""
+    """Connections without a running answer, longest-waiting first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -140,13 +140,13 @@ class GuardedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self._limits.header_s, self._time_out)
         self._timed: bool | None = False  # For a body; None without a timer.
         self._arrived = 0
-        """Since the parser last finished a head or delivered part of a body."""
+        """Bytes since the parser finished a head or delivered part of a body."""
 
         self._advanced = False
         self._refusal = BAD
         self._unread = 0
-        self._reader_timer: asyncio.TimerHandle | None = None  # The client must read.
-        self._holds_back = False  # Until the client reads a complete answer.
+        self._reader_timer: asyncio.TimerHandle | None = None  # Runs while the client must read.
+        self._holds_back = False  # Wait until the client reads a complete answer.
         self._waiting[self] = None
         if len(self.connections) > self._limits.connections:
             next(iter(self._waiting))._end(TOO_MANY)

@@ -24,7 +24,7 @@ INTERRUPTED = 130  # Exit code after SIGINT or SIGTERM.
 DISK_FULL = errno.ENOSPC  # Exit code after which a restart would not help.
 STOP_WITHIN_S = 5.0  # After SIGINT or SIGTERM.
 GRACE_S = 5  # For open requests at shutdown; after twice that, a hard exit.
-ORPHAN_GRACE_S = 3.0  # For an orphan to end in order.
+ORPHAN_GRACE_S = 3.0  # An orphan must end within this.
 
 # New objects per collection, collections per collection of survivors, and practically no full ones. The first
 # is low because it counts created minus freed objects of any age: freed old ones hide new ones.

@@ -24,7 +24,7 @@ class Bound(NamedTuple):
     """A row of the table."""
 
     name: str
-    """The bounded field, or the setting that bounds it."""
+    """The bounded field, or the setting with the bound."""
 
     limit: int  # 0: the setting `name` decides.
     unit: str
@@ -184,7 +184,7 @@ class Totals:
 
 # These are cut or left out, not refused.
 
-REASON_CHARS = 4000  # Of an error or a failure.
+REASON_CHARS = 4000  # Of errors and failures.
 CLAIMED_BYTES = 2**24  # Payloads in one claim reply; the next request gets the rest.
 PIPELINED = 16  # Queued requests, before a connection is closed.
 

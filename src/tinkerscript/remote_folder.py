@@ -41,13 +41,13 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARIES = (METRICS_FILE, "summary.json", "alignment.json", "learning_curve.png")
 FOLDERS = ("rollouts", "inspect")  # Their files never change.
 
-Position = tuple[int, int]  # Trainer starts and steps in a ledger.
+Position = tuple[int, int]  # A ledger's trainer starts and steps.
 NOWHERE: Position = (0, 0)
-POSITION = "position.json"  # Of the ledger at the URL.
+POSITION = "position.json"  # Names the position of the ledger at the URL.
 
 ATTEMPTS = 5  # Then the run continues without it.
 UPLOAD_PAUSE_S = 1.0  # Doubled after each attempt.
-UPLOAD_STOP_S = 30.0  # For a stopped or failed run.
+UPLOAD_STOP_S = 30.0  # A stopped or failed run waits this long.
 
 _URL = re.compile(r"(?!tinker:)[a-z][a-z0-9+.-]*://.+")
 _STEP = re.compile(r"step_(\d+)")

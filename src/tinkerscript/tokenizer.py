@@ -33,7 +33,7 @@ THINK_START, THINK_END = "<think>", "</think>"  # Of Qwen and most others.
 MARK = "\ufdd0"  # A Unicode noncharacter.
 ESCAPED_MARK = "\\ufdd0"  # From renderers that escape JSON.
 
-_SHORT_TEXT = 12  # All prompts share role names and line breaks.
+_SHORT_TEXT = 12  # Such texts are cached; all prompts share role names and line breaks.
 _SHORT_TEXTS = 1024
 _CONTEXT = 4096  # Characters to search for the last special token.
 
@@ -116,7 +116,7 @@ class LightTokenizer:
     """A model folder's tokenizer, as `renderers.base.Tokenizer`."""
 
     unk_token_id: int | None = None
-    """So an unknown token has no id."""
+    """Unknown tokens have no id."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError if `folder/tokenizer.json` is missing or malformed."""

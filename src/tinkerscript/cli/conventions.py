@@ -1,8 +1,8 @@
 """Options and error handling that all commands share.
 
 An error is one line, with exit code 2, or 1 if a restart may help. Modules of this package import nothing
-heavier than typer, and each command imports what it runs, so `--help` and a base install need no more. The
-error for a missing package names the extra that installs it.
+heavier than typer, and commands import what they run, for a fast `--help` and a small base install. The error
+for a missing package names its extra.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CANNOT_RUN = 2
-"""Exit code if the user must change something; a supervisor does not restart such a process."""
+"""The user must change something; a supervisor does not restart us."""
 
 
 def checked_server(value: str) -> str:
@@ -86,7 +86,7 @@ def log_to_stderr(format: LogFormat | None = None) -> None:
 
 @contextmanager
 def one_line_errors(*fatal: type[TinkerScriptError]) -> Generator[None]:
-    """End the command with one line instead of a traceback, for our own errors.
+    """Print our own errors as one line.
 
     The exit code is 2 for `fatal` errors (by default, all), and 1 for others.
     """
@@ -98,7 +98,7 @@ def one_line_errors(*fatal: type[TinkerScriptError]) -> Generator[None]:
 
 @contextmanager
 def extra(name: str) -> Generator[None]:
-    """Name the extra to install if an import in this block fails."""
+    """If an import in this block fails, name the extra to install."""
     from tinkerscript.lifecycle import without_garbage_collection
 
     try:

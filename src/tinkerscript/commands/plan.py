@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tinkerscript.train.samples import TaskSamples
 
 ASSUMED_PROMPT_TOKENS = 1024
-"""Used if clients register the samples, so prompt lengths are unknown."""
+"""For samples that clients register."""
 
 TEMPLATE_TOKENS = 64  # Approximate length of a chat template.
 
@@ -90,7 +90,7 @@ def _processes(config: RunConfig) -> list[str]:
 
 
 def _alike(process: PlannedProcess) -> tuple[object, ...]:
-    # Processes that differ only in number are shown once.
+    # Differing only in number.
     kind = process.name.rpartition(" ")[0] or process.name
     environment = tuple((key, value) for key, value in process.environment.items() if key != "RANK")
     return kind, process.command, environment, process.on_demand
@@ -164,7 +164,7 @@ def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
 
 
 def _frozen(config: RunConfig) -> list[str]:
-    """Describe the memory of frozen roles, counting each base model once.
+    """Describe frozen roles' memory, counting each base model once.
 
     Raises ConfigError for a missing model.
     """
@@ -190,7 +190,7 @@ def _frozen(config: RunConfig) -> list[str]:
 
 
 def _dtype(engine: EngineConfig) -> torch.dtype:
-    """Guess the type of the engine's matrix products, without access to the device."""
+    """Guess the type of matrix products without the device."""
     import torch
 
     from tinkerscript.engine.context import compute_dtype
@@ -242,15 +242,13 @@ def _prompt_tokens(config: RunConfig, samples: Callable[[], TaskSamples]) -> int
 
 
 def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> None:
-    """Raise ConfigError if the weights and optimizer, or the checkpoints, do not fit on this machine.
-
-    If only the largest batches may not fit, call `note`.
-    """
+    """Raise ConfigError if weights and optimizer, or checkpoints, cannot fit; call `note` if the largest
+    batches may not."""
     if config.engine.backend == "tinker":
         return
     try:
         memory, _ = _formula(config, ASSUMED_PROMPT_TOKENS)
-    except (OSError, ValueError, RuntimeError):  # The engine explains such errors.
+    except (OSError, ValueError, RuntimeError):  # The engine explains it.
         return
     if problem := _without_room(config, memory, folder):
         raise ConfigError(problem)
@@ -259,7 +257,7 @@ def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> 
 
 
 def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
-    """Return what cannot fit regardless of the batch, or ""."""
+    """Return what cannot fit whatever the batch, or ""."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine
@@ -283,7 +281,7 @@ def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
 
 
 def _too_much(config: RunConfig, memory: Memory) -> str:
-    """Return what does not fit with the largest possible batches, or ""."""
+    """Return what the largest batches would exceed, or ""."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine
@@ -337,7 +335,6 @@ def _calls(config: RunConfig) -> list[str]:
 
 
 def _recipe(config: RunConfig) -> list[str]:
-    """Show the recipe's settings and which config keys override them."""
     training = config.training
     if not training.recipe or config.method == "sft":
         return []

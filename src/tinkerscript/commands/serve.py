@@ -1,6 +1,6 @@
 """`tinkerscript serve` serves a model, or the episodes of a run with a separate trainer.
 
-It owns the server and, for a model, `tinkerscript engine`. These child processes end with the command.
+Its child processes, the server and for a model `tinkerscript engine`, end with it.
 """
 
 from __future__ import annotations
@@ -56,10 +56,7 @@ class Served:
 
 
 def served_config(folder: Path, host: str, port: Port) -> RunConfig:
-    """Return a config that serves a model, with replies limited only by the context length.
-
-    Raises ConfigError for a model without a context length.
-    """
+    """Only the context length limits replies. Raises ConfigError for a model without one."""
     return RunConfig(
         engine=EngineConfig(model=str(folder.absolute())),
         interchange_server=InterchangeConfig(interchange_server_host=host, interchange_server_port=port),
@@ -71,7 +68,7 @@ def served_config(folder: Path, host: str, port: Port) -> RunConfig:
 async def served_checkpoint(
     checkpoint: str, host: str, port: Port, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
 ) -> AsyncGenerator[Served]:
-    """Run a model's server and engine as supervised children during the block.
+    """Run a model's server and engine as supervised children.
 
     The block starts once they answer. Port 0 takes a free port. `max_restarts` applies to each child. Raises
     ConfigError for a folder without a model, or a port in use.
@@ -112,7 +109,7 @@ async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> N
 async def serve_checkpoint(
     checkpoint: str, host: str, port: Port, console: Console, *, max_restarts: int = MAX_RESTARTS
 ) -> int:
-    """Serve a model until cancelled. Raises ConfigError."""
+    """Serve until cancelled. Raises ConfigError."""
     async with served_checkpoint(checkpoint, host, port, console.print, max_restarts=max_restarts) as served:
         open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
         key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"
@@ -125,10 +122,7 @@ async def serve_checkpoint(
 async def serve_run(
     path: Path | None, resume: Path | None, console: Console, overrides: list[str] | None = None
 ) -> int:
-    """Serve a new run from the config at `path`, or the run folder `resume`, until cancelled.
-
-    Raises ConfigError.
-    """
+    """Serve the config at `path`, or the run folder `resume`, until cancelled. Raises ConfigError."""
     if (path is None) == (resume is None):
         raise ConfigError("give exactly one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
     resume = resume and resolve_link(resume)

@@ -55,10 +55,10 @@ async def serve_tinker(
     dtype: str,
     activation_checkpointing: bool,
 ) -> int:
-    """Serve Tinker's wire protocol to unmodified clients until cancelled.
+    """Serve Tinker's wire protocol until cancelled.
 
-    With an empty `name`, the model is named after its folder, so that local clients find its tokenizer.
-    Raises ConfigError for a folder without a model.
+    Without a `name`, the model is named after its folder, so that local clients find its tokenizer. Raises
+    ConfigError for a folder without a model.
     """
     folder = model_folder(checkpoint, weights=True, note=console.print)
     folder = folder if hub_id_of(folder) else folder.resolve()

@@ -1,6 +1,6 @@
 """`tinkerscript show` prints the runs of a folder, the steps of a run, or one episode, as text.
 
-With `--json`, or for an API path of the page, it prints that API's exact reply.
+With `--json`, or for a path of the page's API, it prints the API's reply.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ STATE_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed
 PIPE_COLUMNS = 120
 
 RULE = 60
-EPISODES_NAMED = 5  # In the error for an unknown one.
+EPISODES_NAMED = 5  # In an error.
 
 
 def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as_json: bool = False) -> int:
-    """Print the run in `root`, or the runs below it.
+    """`what` is the prefix of an episode's uuid, or a path of the page's API such as `/steps/3`.
 
-    `what` is the prefix of an episode's uuid, or an API path of the page such as `/steps/3`. Raises
-    ConfigError, and NotRecordedError for what a run lacks.
+    Raises ConfigError, and NotRecordedError for what a run lacks.
     """
     if not console.is_terminal:
         console.width = max(console.width, PIPE_COLUMNS)
@@ -87,7 +86,7 @@ def _answer(root: Path, path: str) -> str:
 
 
 def runs_in(root: Path) -> dict[str, Path]:
-    """Return run folders by name. Raises ConfigError with what exists instead."""
+    """Return folders by name. Raises ConfigError with what exists instead."""
     if not root.exists():
         there = sorted(path.name for path in root.parent.glob("*") if path.is_dir())[-5:]
         where = "this folder" if root.parent == Path() else root.parent
@@ -114,7 +113,7 @@ def say(console: Console, text: str | Text, style: str = "") -> None:
 
 
 def health_lines(rows: Sequence[HealthRow]) -> list[Text]:
-    """Format the bad health rows, worst first."""
+    """Format bad rows, worst first."""
     return [
         Text(f"look at: {row.line()}", HEALTH_STYLES[row.kind])
         for kind in ("bad", "warn")
@@ -128,7 +127,7 @@ def _number(value: float | None, text: str = "{:.3f}") -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Make a table with a stretched last column. `>` before a title right-aligns its column."""
+    """Stretch the last column. `>` before a title right-aligns it."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=not titles[-1].startswith(">"))
     for title in titles:
         numbers = title.startswith(">")

@@ -1,14 +1,14 @@
 """Terminal output of a run.
 
-Pass any text from a model or a program through `plain` or `one_line`: its control characters could rewrite
-the terminal.
+Pass text from models and programs through `plain` or `one_line`: control characters could rewrite the
+terminal.
 """
 
 from __future__ import annotations
 
 import re
 
-# Commands start a line or follow two spaces.
+# At the beginning or after two spaces.
 _COMMAND = re.compile(r"((?:.*?  )?)(tinkerscript .*)")
 
 _SHELL_WORD = re.compile(r"""\s*(?:'[^']*'|"[^"]*"|[^\s'"]|['"])+""")
@@ -22,14 +22,14 @@ def plain(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Collapse white space, and escape as `plain` does."""
+    """Join all words with single spaces, and escape as `plain` does."""
     return plain(" ".join(text.split()))
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap the lines of `text` between words; a longer word stays whole.
+    """Wrap lines between words; a longer word stays whole.
 
-    Commands get a backslash at each break, so a shell accepts them when copied.
+    A command gets a backslash at each break, for copying.
     """
     return "\n".join(piece for line in text.split("\n") for piece in _wrapped_line(line, width))
 
@@ -45,7 +45,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def _filled(label: str, words: list[str], indent: str, width: int) -> list[str]:
-    """Fill lines with words that carry their leading space, indenting all but the first."""
+    """Fill lines with words that carry their leading space."""
     lines = [label + words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(word) <= width:
@@ -56,5 +56,5 @@ def _filled(label: str, words: list[str], indent: str, width: int) -> list[str]:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Format a count with its noun, such as `1 claim` or `1,200 claims`."""
+    """Format as `1 claim` or `1,200 claims`."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

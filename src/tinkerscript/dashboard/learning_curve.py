@@ -21,7 +21,7 @@ NLL_CURVE = Curve("train/nll", "training nll", "held_out/nll", "held-out nll", "
 
 
 def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_CURVE) -> None:
-    """Plot the training and held-out metrics as a PNG."""
+    """Write a PNG."""
     # Importing matplotlib takes a second.
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -51,5 +51,5 @@ def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_
 
 def _points(metrics_file: Path, name: str) -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-    # An evaluation may end some steps after it started.
+    # An evaluation may end after later steps.
     return sorted((line["step"], line[name]) for line in lines if name in line)

@@ -25,7 +25,7 @@ class Phase(Protocol):
 class ProgressReporter(ABC):
     @abstractmethod
     def begin(self, steps: int, *, done: int = 0) -> None:
-        """Announce `steps` training steps, of which a resumed run has already done `done`."""
+        """Announce `steps` steps, of which `done` are done."""
 
     @abstractmethod
     def waiting(self, what: str) -> AbstractContextManager[None]:
@@ -46,14 +46,14 @@ class ProgressReporter(ABC):
 
     @abstractmethod
     def note(self, message: str) -> None:
-        """Show the user a message, such as a worker's restart."""
+        """Show the user a message."""
 
 
 def time_left_s(steps: int, first: tuple[int, float], last: tuple[int, float], now: float) -> float | None:
-    """Estimate the seconds until the last of `steps` steps ends, from two finished steps.
+    """Estimate the seconds until the last of `steps` steps ends.
 
-    `first` and `last` are pairs of a step and its end time. Returns None after the last step, and when a step
-    takes more than twice the usual time.
+    `first` and `last` are steps with their end times. Returns None after the last step, and when a step takes
+    more than twice the usual time.
     """
     pace = (last[1] - first[1]) / (last[0] - first[0])
     passed, later = now - last[1], steps - last[0] - 1
@@ -62,11 +62,10 @@ def time_left_s(steps: int, first: tuple[int, float], last: tuple[int, float], n
 
 
 def rate_text(per_s: float) -> str:
-    """Format a rate, such as 0.3, 1.4 or 84."""
+    """Format as 0.3, 1.4 or 84."""
     return f"{per_s:.2g}" if per_s < 9.95 else f"{per_s:.0f}"
 
 
 def role_rewards(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return each trained role's mean reward."""
     names = (name.split("/", 2) for name in metrics if name.startswith("role/"))
     return {role: metrics[f"role/{role}/reward/mean"] for _, role, rest in names if rest == "reward/mean"}

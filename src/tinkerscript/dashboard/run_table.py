@@ -14,28 +14,28 @@ from tinkerscript.dashboard import counted, one_line
 from tinkerscript.dashboard.progress import rate_text, role_rewards, time_left_s
 
 STEPS_SHOWN = 5
-PACE_STEPS = 20  # Recent steps that determine the pace.
+PACE_STEPS = 20  # The pace is theirs.
 
 BAR, GAP = 24, 2
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE = 40
-"""Maximum characters. In a longer run each one averages several steps."""
+"""In a longer run each character averages several steps."""
 
-LABEL = 10  # Width of the labels below the table.
+LABEL = 10
 
 Metrics = Mapping[str, float]
 Part = tuple[str, str]
 
 
 def short_time(seconds: float) -> str:
-    """Format a duration, such as 0.02 s, 12.3 s, 4:05 min or 1:02 h."""
+    """Format as 0.02 s, 12.3 s, 4:05 min or 1:02 h."""
     if seconds < 99.95:
         return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
     return _clock_time(seconds)
 
 
 def whole_time(seconds: float) -> str:
-    """Format a duration in whole units, such as 12 s, 4:05 min or 1:02 h."""
+    """Format as 12 s, 4:05 min or 1:02 h."""
     return f"{int(seconds)} s" if seconds < 60 else _clock_time(seconds)
 
 
@@ -50,7 +50,7 @@ class WorkersNow:
     clients: int
     claimed: int
     waiting: int  # Unclaimed episodes.
-    idle: int  # Clients that wait for an episode.
+    idle: int
     quarantined: int
 
 
@@ -80,7 +80,7 @@ def _train(metrics: Metrics) -> str:
 @dataclass(frozen=True)
 class Column:
     title: str
-    needs: str  # The cell is empty without this metric.
+    needs: str  # Without it the cell is empty.
     text: Callable[[Metrics], str]
     rank: int  # On a narrow screen, the highest goes first.
 
@@ -115,8 +115,7 @@ HELD_OUT_RANK = 0
 class RunTable:
     """The state of a run, and its text.
 
-    Not thread-safe: callers must lock it, because the run updates it on one thread and `frame` runs on
-    another.
+    Callers must lock it: the run updates it on one thread and `frame` runs on another.
     """
 
     def __init__(self, began: float) -> None:
@@ -124,16 +123,16 @@ class RunTable:
         self.began = began
         self.steps = 0
         self.page = ""
-        self.waits: list[tuple[str, float]] = []  # With start times; the last is the innermost.
+        self.waits: list[tuple[str, float]] = []  # The last is the innermost.
         self.batch: tuple[str, int, int] | None = None
-        """Label, finished episodes, and size (0 if unknown)."""
+        """Label, finished episodes, size (0 if unknown)."""
 
         self.batch_began = began
         self.workers: WorkersNow | None = None
         self._step = 0
         self._rows: deque[TableRow] = deque(maxlen=STEPS_SHOWN)
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
-        # A column stays once it has had a value, so the table does not jump.
+        # Columns stay, so that the table does not jump.
         self._titles: set[str] = set()
         self._rewards: list[float] = []
         self._role_rewards: dict[str, list[float]] = {}
@@ -145,7 +144,7 @@ class RunTable:
         self.steps, self._step = steps, done
 
     def step(self, step: int, metrics: Metrics, now: float) -> None:
-        if not self._ends and self.batch_began > self.began:  # Excludes evaluations before it.
+        if not self._ends and self.batch_began > self.began:  # Without earlier evaluations.
             self._ends.append((self._step, self.batch_began))
         self._step = step
         self._ends.append((step, now))
@@ -165,12 +164,12 @@ class RunTable:
             self._rows.append(TableRow(step))
         self._failures[f"of evaluation {label}"] += failed
         if math.isfinite(score):
-            for row in self._rows:  # The row may be gone: steps continue during an evaluation.
+            for row in self._rows:  # The row may be gone by now.
                 row.held_out = score if row.step == step else row.held_out
             self._scores.append((label, score))
 
     def frame(self, columns: int, rows: int, now: float) -> list[Text]:
-        """Return lines for a screen of `columns` by `rows`. The least important are dropped first."""
+        """Fill a screen of `columns` by `rows`. The least important lines go first."""
         head, room = [self._heading(columns, now), self._activity(now)], rows - 3
         table, facts = self._table(columns - 1), self._facts(columns - 1)
         if len(table) + len(facts) + 2 <= room:
@@ -182,7 +181,7 @@ class RunTable:
         return _cut(lines, columns)
 
     def last_frame(self, columns: int) -> list[Text]:
-        """Return the lines to leave on the screen: the last steps and the run's problems."""
+        """Return the last steps and the run's problems, to leave on the screen."""
         problems, table = self._problems().items(), self._table(columns - 1)
         facts = [line for label, parts in problems for line in _lines(label, parts, columns - 1)]
         return _cut([Text(), *table, Text(), *facts, Text()], columns) if table else []
@@ -326,7 +325,7 @@ def _width(column: tuple[int, int, str, list[str]]) -> int:
 
 
 def sparkline(values: list[float]) -> str:
-    """Draw values as characters of varying height, averaging neighbors if there are too many."""
+    """Average neighbors if there are too many."""
     cells = min(SPARKLINE, len(values))
     edges = [round(at * len(values) / cells) for at in range(cells + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]

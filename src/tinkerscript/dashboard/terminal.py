@@ -30,7 +30,7 @@ def shown_progress(console: Console) -> Generator[LineReporter | TableReporter]:
 
 
 def open_in_browser(url: str, note: Callable[[str], object]) -> None:
-    """Open `url` without blocking. `note` is called if no browser is found."""
+    """Do not block. Call `note` if no browser is found."""
 
     def work() -> None:
         if not webbrowser.open(url):
@@ -45,7 +45,6 @@ def print_wrapped(console: Console, text: str, style: str = "") -> None:
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print a finished run's `summary.json` and alignment report."""
     table = Table(show_header=False, title=f"Run {folder.name}", title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -108,8 +107,7 @@ REPORT_WAIT_AFTER_S = 2.0  # Before a wait is reported.
 REPORT_PROGRESS_AFTER_S = 10.0  # Before a batch's progress is reported.
 
 REPORT_AGAIN_AFTER_S = 60.0
-"""Seconds between repeats. The run's first wait also takes this long to appear, so that the page's address is
-the first line."""
+"""Also before a run's first wait is reported: the page's address comes first."""
 
 SHOWN_METRICS: dict[str, Callable[[float], str]] = {
     "reward/mean": "reward {:.3f}".format,
@@ -196,7 +194,7 @@ ASCII = str.maketrans("━─±→…▁▂▃▄▅▆▇█", "=-~>~..:-=+*#")
 
 
 class TableReporter(ProgressReporter, Phase):
-    """Shows a live table. Keep `opened` active during the run."""
+    """Shows a live table while `opened`."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -207,7 +205,7 @@ class TableReporter(ProgressReporter, Phase):
 
     @contextmanager
     def opened(self) -> Generator[TableReporter]:
-        """Show the table while the context is open, then leave the last steps on the screen."""
+        """Leave the last steps on the screen at the end."""
         self._live.start()
         self._console.show_cursor()  # A killed process may have hidden it.
         try:

@@ -1,8 +1,8 @@
 """Access control for the page (`PageAccess`), and the audit log of changes.
 
-With an admin token, everything but the login form needs the token or its cookie. Without one, only requests
-to a loopback name are served, so other sites cannot reach the page under another name. Changes must come from
-the page itself, and tokens never appear in a URL.
+With an admin token, all but the login form needs the token or its cookie. Without one, only requests to a
+loopback name are served, so other sites cannot reach the page under another name. Changes must come from the
+page, and no URL contains a token.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from tinkerscript.asgi import problem_with_site
 AUDIT_FILE = "audit.jsonl"
 
 COOKIE = "tinkerscript_session_"
-"""A prefix: cookies ignore ports, so runs on one host need different names."""
+"""Cookies ignore ports, so each run on a host needs its own name."""
 
 SESSION_S = 30 * 24 * 3600
 OPEN_PATHS = frozenset({"/", "/docs", "/favicon.ico", "/api/login", "/api/session"})
-"""Paths open to anyone: the login form and its requests."""
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'"
 )
-"""Allow nothing from other hosts and no scripts but our files."""
+"""Allow nothing from other hosts and no scripts but ours."""
 
 HEADERS = {
     "content-security-policy": CONTENT_POLICY,
@@ -58,7 +57,7 @@ class PageSessions:
     def __init__(self, admin_token: str | None, *, clock: Callable[[], float] = time.time) -> None:
         self._token = admin_token
         self._clock = clock
-        # Derived from the token: a random secret would end all sessions at a restart.
+        # A random secret would end all sessions at a restart.
         self._secret = hashlib.sha256(b"tinkerscript page " + (admin_token or "").encode()).digest()
         self.cookie_name = COOKIE + hashlib.sha256(b"cookie " + self._secret).hexdigest()[:12]
 
@@ -100,7 +99,7 @@ def _cookie(header: str, name: str) -> str:
 
 
 class PageAccess:
-    """Checks every request and confines the page with response headers."""
+    """Checks every request, and confines the page by response headers."""
 
     def __init__(self, app: ASGIApp, *, sessions: PageSessions) -> None:
         self._app = app
@@ -132,16 +131,13 @@ class PageAccess:
         return None
 
 
-# The audit log
-
-
 def write_audit(
     folder: Path, request: Request, action: str, details: Mapping[str, object] | None = None
 ) -> None:
     who = request.client.host if request.client else ""
     entry = {"time": time.time(), "from": who, "action": action}
     line = json.dumps({**entry, **(details or {})})
-    # A foreign run folder may have a link or a pipe here.
+    # A foreign folder may have a link or a pipe here.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with os.fdopen(os.open(folder / AUDIT_FILE, flags, 0o666), "a", encoding="utf-8") as file:
         file.write(f"{line}\n")
@@ -149,7 +145,7 @@ def write_audit(
 
 
 def read_audit(folder: Path) -> list[dict[str, Any]]:
-    """Return the last 1,000 actions, newest first."""
+    """Return the latest actions, newest first."""
     path = folder / AUDIT_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in reversed(lines[-1000:])]

@@ -1,6 +1,6 @@
 """The note and tags that people give a run, stored in its folder.
 
-A foreign folder may have anything here, so reads are bounded, and an invalid file counts as no annotation.
+A foreign folder may have anything here, so reads are bounded, and an invalid file is ignored.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
 EPISODE_TEXT_CHARS = 50_000
-"""The maximum length of a message's text. The token view has the rest."""
+"""Per message. The token view has the rest."""
 
 MAX_SIBLINGS = 256
 
@@ -135,7 +135,7 @@ class EpisodeView(BaseModel):
 
 
 def find_episode(ledger: LedgerReader, prefix: str) -> str:
-    """Return the uuid of the only episode with this prefix. Raises NotRecordedError."""
+    """Complete the uuid of an episode. Raises NotRecordedError."""
     query = "SELECT uuid FROM episodes WHERE uuid >= ? AND uuid < ? AND end_number IS NOT NULL LIMIT 5"
     found = [uuid for (uuid,) in ledger.rows(query, (prefix, f"{prefix}\U0010ffff"))]
     if len(found) == 1 or prefix in found:
@@ -145,7 +145,7 @@ def find_episode(ledger: LedgerReader, prefix: str) -> str:
 
 
 def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
-    """Return an episode's view, by its whole uuid. Raises NotRecordedError."""
+    """Raises NotRecordedError. `uuid` must be complete."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found:
         raise NotRecordedError(f"the run has no episode {uuid!r} that ended")
@@ -190,17 +190,17 @@ class EpisodeSequence(NamedTuple):
     role: str
     number: int  # Among the role's sequences, from 0.
     rollout: Rollout
-    first: int  # Index of the role's first sequence in the episode.
+    first: int
 
     def used_in(self, step: Iterable[TrainedSequence]) -> TrainedSequence | None:
         return next((each for each in step if (each.role, each.number) == (self.role, self.number)), None)
 
 
-Steps = Mapping[int, Sequence[TrainedSequence]]  # Each step's use of an episode's sequences.
+Steps = Mapping[int, Sequence[TrainedSequence]]  # By step.
 
 
 def recorded_sequences(ledger: LedgerReader, uuid: str) -> tuple[list[EpisodeSequence], Steps] | None:
-    """Return an episode's sequences and each step's use of them, or None if its tokens were dropped."""
+    """Return an episode's sequences and their use by each step, or None if its tokens were dropped."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found or found[0]["emptied"]:
         return None
@@ -216,10 +216,8 @@ def _chat_of(steps: Steps) -> TrainedSequence | None:
 
 
 def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[EpisodeSequence]:
-    """Return the policy's training sequences, then each trained role's, by name.
-
-    In supervised fine-tuning, the chat is the only sequence.
-    """
+    """Return the policy's training sequences, then each trained role's. A chat of fine-tuning is a single
+    one."""
     if chat := _chat_of(steps):
         tokens = unpack_ids(chat.chat)
         trained = np.frombuffer(chat.chat_trained, np.uint8).astype(np.bool_)
@@ -235,8 +233,8 @@ def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[Episode
 
 
 def siblings(ledger: LedgerReader, own: EpisodeLine) -> list[EpisodeLine]:
-    """Return the episodes of this episode's group that count, or the undone ones if it was undone."""
-    # Without `+ 0` SQLite would use an index and scan all episodes of clients' samples.
+    """Return the group's episodes that count, or the undone ones for an undone episode."""
+    # Without `+ 0` SQLite would scan all episodes of clients' samples.
     rest = "e.group_id = ? AND e.step + 0 = ? AND e.label = ? AND e.undone = ? ORDER BY e.end_number"
     given = (own.group_id, own.step, own.label, own.undone or 0)
     return lines(ledger, rest, given, limit=MAX_SIBLINGS)

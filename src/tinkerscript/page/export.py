@@ -1,7 +1,7 @@
-"""Export a run as one HTML file that needs no server.
+"""Export a run as one HTML file that needs no server: the page's code and the replies it requests.
 
-The file contains the page's code and the API replies that it requests. Its content-security policy admits
-only that script, by digest, and no other hosts. The page reports omitted data.
+Its content-security policy admits only that script, by digest, and no other hosts. The page reports omitted
+data.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _EXPORTED = re.compile(r"^export (?=(async )?(function|const|class) )", re.MULTI
 def export_run(name: str, ledger: LedgerReader, *, steps: int = 20, episodes: int = 300) -> str:
     """Return a run as HTML.
 
-    Includes `steps` steps with their groups, evenly spaced from first to last, and `episodes` episodes of
-    these steps and the evaluations, with conversations and tokens.
+    Includes `steps` steps, evenly spaced from first to last, with their groups, and up to `episodes`
+    conversations with their tokens.
     """
     replies = {path: _plain(reply) for path, reply in _replies(name, ledger, steps, episodes)}
     return _html(f"{name} · TinkerScript", _bundle(), to_json(replies, inf_nan_mode="null").decode())
@@ -147,7 +147,7 @@ def _variable(name: str) -> str:
 
 
 def _function(name: str) -> str:
-    """Rewrite a module as a function body: imports become constants, exports the returned object."""
+    """Rewrite a module as a function body, from imports to exports."""
     text = (PAGE_FILES / name).read_text(encoding="utf-8")
     names = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", text, re.MULTILINE)
     renamed: dict[str, str] = {}
@@ -181,7 +181,7 @@ def _html(title: str, script: str, replies: str) -> str:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(styles)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    data = replies.replace("<", "\\u003c")  # So no text can end the script element.
+    data = replies.replace("<", "\\u003c")  # No text can end the script element.
     return f"""<!doctype html>
 <html lang="en">
 <head>

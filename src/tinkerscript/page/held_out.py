@@ -1,4 +1,4 @@
-"""Compare evaluations sample by sample, and show one sample across policy versions."""
+"""Compare evaluations sample by sample, and show one sample over policy versions."""
 
 from __future__ import annotations
 
@@ -141,12 +141,12 @@ def _change(
 class SampleContent:
     id: str = ""
     task: str = ""
+    # Inspect's `Sample`, or a client's registration.
     content: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Inspect's `Sample` as JSON, or a client's registration."""
 
 
 def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
-    """Return None for an unknown sample. Raises NotRecordedError for a malformed digest."""
+    """Return None if unknown. Raises NotRecordedError for a malformed digest."""
     try:
         row = ledger.row("SELECT payload FROM samples WHERE digest = ?", (bytes.fromhex(digest or ""),))
     except ValueError as error:
@@ -160,7 +160,7 @@ def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
 
 
 def input_text(sample: Mapping[str, Any]) -> str:
-    """Return a sample's question. Clients may register any JSON."""
+    """Clients may register any JSON."""
     given = sample.get("input", "")
     return (
         "\n".join(map(_message_text, cast("list[Any]", given))) if isinstance(given, list) else as_text(given)

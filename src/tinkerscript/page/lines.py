@@ -30,18 +30,16 @@ from tinkerscript.page.search_index import BAD_CALLS, SearchIndex, reply_text, s
 
 MAX_LINES = 200
 FIRST_ROWS, SCAN_ROWS = 64, 2000
-"""The first query reads few rows, because most lists need no more."""
+"""Most lists need few rows."""
 
 SPAN = 20_000
-"""The range of episodes per filtered query."""
 
 SCAN_S = 1.0
-"""Seconds after which a filtered list returns what it has."""
+"""Then a filtered list returns what it has."""
 
 PREVIEW_CHARS = 160
 
 QUEUED = "queued_s"
-"""The metric for seconds spent waiting for the final claim."""
 
 Show = Literal["all", "accepted", "failed", "truncated", "trained", "untrained"]
 
@@ -56,8 +54,8 @@ LEFT JOIN trained AS t ON t.episode = e.sequence AND t.undone = 0 AND t.outcome 
     AND t.step = (SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0)
     AND t.role = (SELECT min(role) FROM trained WHERE episode = e.sequence AND undone = 0 AND step = t.step)
 """
-"""Episodes with their last claim, and their use by the first step that used them. With several trained roles,
-the first name counts; the run's own policy has an empty name."""
+"""Episodes with their last claim, and how the first step used them, for the policy with the first name; the
+run's own has an empty name."""
 
 _CALLS = """
 SELECT episode, attempt, count(*) AS calls, min(nullif(created, 0)) AS started,
@@ -132,7 +130,7 @@ class EpisodePage(BaseModel):
 
 
 def episodes(ledger: LedgerReader, rest: str, parameters: Sequence[Any] = ()) -> list[Episode]:
-    """Return finished episodes. `rest` continues the WHERE of `EPISODE_ROWS`."""
+    """Return ended episodes. `rest` continues the WHERE clause."""
     found = [
         dict(row)
         for row in ledger.rows(f"{EPISODE_ROWS} WHERE e.end_number IS NOT NULL AND {rest}", parameters)
@@ -178,7 +176,7 @@ def lines(ledger: LedgerReader, rest: str, parameters: Sequence[Any], *, limit: 
 
 
 def preview(ledger: LedgerReader, episode: Episode) -> str:
-    """Return the beginning of the last reply, or why the episode failed."""
+    """Return the last reply's beginning, or why the episode failed."""
     if episode["state"] != "ended":
         found = ledger.row(_LAST_FAILURE, (episode["sequence"],))
         failure: dict[str, Any] = json.loads(found[0]) if found else {}
@@ -212,7 +210,7 @@ def page_of(
 ) -> dict[str, Any]:
     """Return up to `limit` passing episodes, and `next`, where to continue.
 
-    Stops after `SCAN_S` seconds. A bare number in `found` says that all episodes down to it were examined.
+    Stops after `SCAN_S` seconds. A number in `found` says that all episodes down to it were examined.
     """
     ends = time.monotonic() + SCAN_S
     shown: list[EpisodeLine] = []
@@ -231,7 +229,7 @@ def page_of(
 def scanned(
     ledger: LedgerReader, where: str, parameters: Sequence[Any] = (), *, first: int = 1, last: int
 ) -> Iterator[Episode | int]:
-    """Yield passing episodes from `last` down to `first`, and sometimes a number to continue from."""
+    """Yield passing episodes, newest first, and sometimes a number to continue from."""
     newest = ledger.number("SELECT max(end_number) FROM episodes") or 0
     rest = f"e.end_number BETWEEN ? AND ? AND {where} ORDER BY e.end_number DESC LIMIT ?"
     last, count = min(last, int(newest)), FIRST_ROWS
@@ -256,7 +254,7 @@ _read_result = msgspec.json.Decoder(StoredResult).decode
 
 
 def result_of(ledger: LedgerReader, sequence: int) -> StoredResult:
-    """Return an episode's result, empty if it failed. Raises NotRecordedError for malformed data."""
+    """Return an empty result for a failed episode. Raises NotRecordedError."""
     found = ledger.row("SELECT result FROM results WHERE episode = ?", (sequence,))
     try:
         return _read_result(bytes(found[0])) if found is not None else StoredResult()
@@ -270,7 +268,6 @@ def metrics_of(result: StoredResult) -> dict[str, float]:
 
 
 def figures_of(ledger: LedgerReader, episode: Episode) -> dict[str, float]:
-    """Return the scores, metrics and queue time that a search can compare."""
     result = result_of(ledger, episode["sequence"]) if episode["state"] == "ended" else StoredResult()
     scores = result.metadata.get("scores")
     given = cast("dict[str, Any]", scores) if isinstance(scores, dict) else {}
@@ -291,14 +288,14 @@ TEXTS = {
     "outcome": "coalesce(t.outcome, '')",
 }
 NUMBERS = {
-    "step": "e.step + 0",  # `+ 0` keeps SQLite from scanning a step's episodes by its index.
+    "step": "e.step + 0",  # `+ 0` keeps SQLite from scanning a step by its index.
     "reward": "e.reward",
     "advantage": "t.advantage",
     "attempt": "coalesce(a.attempt, 0)",
     "is_success": "e.is_success",
     "undone": "e.undone",
 }
-"""Columns that SQL compares. Other conditions are checked episode by episode."""
+"""Columns that SQL compares. We check other conditions ourselves."""
 
 SAMPLE = "sample"
 
@@ -348,7 +345,7 @@ def parse(text: str) -> Query:
 
 
 def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
-    """Return the newest matching episodes. Raises NotRecordedError for a malformed query."""
+    """Raises NotRecordedError for a malformed query."""
     query = parse(text)
     if named := lines(ledger, "e.uuid = ?", (text.strip(),), limit=1):
         return SearchPage(episodes=named, next=None)

@@ -1,7 +1,6 @@
 """The first screen of a run, and the list of runs.
 
-Nothing here reads all episodes, so a million of them are no slower. All streams of a run share one ledger
-poll per second (`RunEvents`).
+Nothing here reads all episodes. All streams of a run share one ledger poll per second (`RunEvents`).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from tinkerscript.page.curves import metric_names
 from tinkerscript.page.lines import EpisodeLine, lines, newest
 
 NEWEST = 12
-RECENT_STEPS = 50
-"""The steps from which the remaining time is estimated."""
+RECENT_STEPS = 50  # The estimate of the remaining time uses these.
 
 EVALUATIONS = 20
 
@@ -169,7 +167,7 @@ def _tasks(ledger: LedgerReader) -> list[str]:
 
 
 def _learning_rate(ledger: LedgerReader) -> float | None:
-    # The newest step has the rate if the trainer chose it.
+    # The trainer may have chosen the rate.
     section = "sft" if ledger.config.get("method") == "sft" else "training"
     said = ledger.setting(section, "learning_rate")
     return said if isinstance(said, float) and said else newest_value(ledger, "train/learning_rate")
@@ -209,7 +207,7 @@ def _waiting(status: dict[str, Any]) -> CurrentWait | None:
 
 
 def state(status: dict[str, Any]) -> State:
-    """Return the last reported state. A run counts as stopped if its trainer is gone."""
+    """Return the last report, or "stopped" if the trainer is gone."""
     said: State = status.get("state", "stopped")
     if said == "running" and "process" in status and ProcessId(*status["process"]).is_gone():
         return "stopped"
@@ -217,7 +215,7 @@ def state(status: dict[str, Any]) -> State:
 
 
 def evaluations(ledger: LedgerReader, *, newest: int | None = None) -> list[Evaluation]:
-    """Return all evaluations in order, or only the first and the `newest` ones."""
+    """Return all evaluations, or the first and the `newest` ones."""
     columns = "label, step, time, policy_version, score, accepted, failed"
     query = f"SELECT {columns} FROM evaluations WHERE undone = 0 ORDER BY step, time"
     rows = ledger.rows(query)
@@ -298,11 +296,11 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 EVENT_EVERY_S = 15.0
-"""Seconds of silence before a comment keeps the connection open."""
+"""Then a comment keeps the connection open."""
 
 
 class RunEvents:
-    """The event streams of one run. Each instance belongs to one event loop."""
+    """The event streams of one run, for one event loop."""
 
     def __init__(self, run: str, ledger: LedgerReader) -> None:
         self._run = run
@@ -313,7 +311,6 @@ class RunEvents:
         self._changed = asyncio.Event()
 
     async def stream(self, is_disconnected: Callable[[], Awaitable[bool]]) -> AsyncGenerator[bytes]:
-        """Yield events, starting with the current state."""
         self._streams += 1
         if self._looking is None:
             self._looking = asyncio.create_task(self._look(), name=f"events of {self._run}")
@@ -345,7 +342,7 @@ class RunEvents:
         while True:
             try:
                 event = await asyncio.to_thread(self._read)
-            except TinkerScriptError as error:  # The folder may disappear and come back.
+            except TinkerScriptError as error:  # The folder may come back.
                 logger.warning("page.look_failed %s: %s", self._run, error)
                 event = self._event
             if event != self._event:

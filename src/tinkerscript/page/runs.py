@@ -1,7 +1,7 @@
 """`Runs` are the runs that a page shows, with the servers of those in progress.
 
-A server is asked at most once a second, however many people watch. We only ask this user's servers on this
-machine: a foreign run folder could name any address, which would then receive the admin token.
+However many people watch, a server is asked once a second. We only ask this user's servers on this machine: a
+foreign run folder could name any address, which would receive the admin token.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from tinkerscript.page.search_index import SearchIndex
 FRESH_S = 1.0
 
 SERVER_TIMEOUT_S = 15.0
-"""Long, because the low-priority page may notice a reply late."""
+"""Long, because the low-priority page may read a reply late."""
 
 LOOK_AGAIN_S = 2.0
-"""Seconds between scans of the folder."""
 
 
 class Runs:
-    """The run in a folder, or all runs below it. Thread-safe."""
+    """The run in a folder, or the runs below it. Thread-safe."""
 
     def __init__(self, root: Path, admin_token: str | None = None) -> None:
         self.root = root
@@ -83,7 +82,7 @@ class Runs:
         return found
 
     def ledger_of(self, episode_uuid: str) -> tuple[str, LedgerReader]:
-        """Return the name and ledger of the episode's run. Raises NotRecordedError."""
+        """Raises NotRecordedError."""
         for name, ledger in self.readable().items():
             if ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (episode_uuid,)) is not None:
                 return name, ledger
@@ -102,12 +101,12 @@ class Runs:
             raise ConflictError(f"{name} is running; stop it first")
         with ExitStack() as held:
             for path in (folder / "trainer.lock", folder / "server.lock"):
-                if path.is_symlink() or not path.is_file():  # Not our lock; locking would write to it.
+                if path.is_symlink() or not path.is_file():  # Locking would write to what is not our lock.
                     continue
                 if (lock := try_lock(path)) is None:
                     raise ConflictError(f"a {path.stem} is running in {folder}; stop it first")
                 held.enter_context(lock)
-            # The rename removes the whole run at once, or fails and loses nothing.
+            # The rename removes the whole run, or loses nothing.
             gone = folder.rename(folder.with_name(f".deleted-{name}"))
             with self._lock:
                 self._ledgers.pop(name, None)
@@ -137,7 +136,7 @@ class RunServer:
         self._fleet: tuple[float, dict[str, Any]] = (-FRESH_S, {})
 
     async def fleet(self) -> dict[str, Any]:
-        """Return the reply of `GET /fleet`. Raises NotRecordedError if no server answers."""
+        """Return `GET /fleet`. Raises NotRecordedError if no server answers."""
         async with self._asking:
             at, found = self._fleet
             if time.monotonic() - at >= FRESH_S:
@@ -178,7 +177,7 @@ class RunServer:
                     verify = ssl.create_default_context(cafile=certificate)
                 except (OSError, ssl.SSLError) as error:
                     raise NotRecordedError(f"the run's certificate {certificate}: {error}") from error
-                # The certificate names the server's public address, and need not be its own root.
+                # The certificate names the public address, and may not be its own root.
                 verify.check_hostname = False
                 verify.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             self._clients[certificate] = httpx.AsyncClient(
@@ -209,7 +208,7 @@ def _check_own(folder: Path, info: ServerInfo) -> None:
 
 
 def _is_of_this_machine(host: str) -> bool:
-    # A process can only bind addresses of its own machine.
+    # Only this machine's addresses can be bound.
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((str(ipaddress.ip_address(host)), 0))

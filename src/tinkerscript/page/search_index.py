@@ -1,9 +1,8 @@
 """`SearchIndex` finds a run's episodes by words, with SQLite's full-text search.
 
-Searches build the index from the ledger, newest episodes first, in `search.sqlite` next to it, or in a
-temporary file if the folder is read-only. It can be deleted at any time. A search indexes briefly, then
-reports how far back it reached, and its next page continues. We write through no link, because a foreign
-folder may have anything in place of the file.
+Searches build `search.sqlite` next to the ledger, newest episodes first, or a temporary file in a read-only
+folder. It can be deleted at any time. A search indexes briefly and reports how far back it reached; its next
+page continues. We write through no link, because a foreign folder may have anything in the file's place.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ CHUNK = 200
 MAX_INDEXED_CHARS = 65_536
 
 BAD_CALLS = NotRecordedError, ValueError, RecursionError
-"""Errors of calls that no gateway wrote. An episode's view shows them; lists and searches skip them."""
+"""Errors of calls that no gateway wrote. Lists and searches skip them."""
 
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -55,7 +54,7 @@ _SPANS = "SELECT first, last FROM spans"
 
 
 class SearchIndex:
-    """The index of one run. Thread-safe."""
+    """Thread-safe."""
 
     _known: ClassVar[dict[Path, SearchIndex]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -72,7 +71,7 @@ class SearchIndex:
         self._at_work = threading.Lock()
         path = ledger.folder / SEARCH_FILE
         try:
-            # SQLite itself follows no links for its extra files.
+            # SQLite follows no links for its extra files.
             if path.is_symlink() or not os.access(ledger.folder, os.W_OK):
                 raise sqlite3.OperationalError("not writable")
             self._connection = _opened(path)
@@ -86,9 +85,9 @@ class SearchIndex:
             cls._known.pop(folder, None)
 
     def extend(self, first: int, last: int) -> int:
-        """Index some episodes from `last` down to `first`. Return the number from which all are indexed.
+        """Index some episodes, from `last` down. Return the number from which all are indexed.
 
-        Raises NotRecordedError if the index is not writable.
+        Raises NotRecordedError.
         """
         with self._at_work, _readable_errors("the search index"):
             ends = time.monotonic() + INDEX_S
@@ -103,10 +102,7 @@ class SearchIndex:
             return max(low, first)
 
     def find(self, words: list[str], first: int, last: int, limit: int) -> list[int]:
-        """Return up to `limit` episodes that contain all words, newest first.
-
-        Raises NotRecordedError for a malformed query.
-        """
+        """Return the newest episodes that contain all words. Raises NotRecordedError."""
         match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
         with self._at_work, _readable_errors(f"the search {match}"):
             return [number for (number,) in self._connection.execute(_MATCHES, (match, first, last, limit))]
@@ -124,7 +120,7 @@ class SearchIndex:
         run = self._connection
         run.execute("BEGIN IMMEDIATE")
         try:
-            # Another page may have indexed some meanwhile.
+            # Another page may have indexed some.
             known = {number for (number,) in run.execute(_KNOWN, (done, last))}
             fresh = [each for each in texts if each[0] not in known]
             run.executemany("INSERT INTO words (rowid, body) VALUES (?, ?)", fresh)

@@ -111,7 +111,7 @@ def _number(ledger: LedgerReader, query: str, step: int) -> int | None:
 
 
 def _groups(ledger: LedgerReader, step: int) -> tuple[list[StepGroup], int]:
-    # `e.step` is not enough: a group may train later than planned, or again.
+    # A group may train later than planned, or again.
     first = (
         "coalesce((SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0 "
         f"AND outcome != '{Use.GIVEN_UP}'), e.step)"
@@ -166,7 +166,7 @@ def _filtered(groups: list[StepGroup], show: GroupFilter) -> list[StepGroup]:
 
 
 def histogram(values: list[float]) -> list[Bin]:
-    """Return at most `BINS` bars; with few distinct values, one bar each."""
+    """Return at most `BINS` bars, or one per value."""
     distinct = sorted(set(values))
     if len(distinct) <= BINS // 2:
         return [Bin(low=value, high=value, count=values.count(value)) for value in distinct]

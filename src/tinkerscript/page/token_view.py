@@ -62,7 +62,7 @@ def token_view(
     end: int | None = None,
     step: int | None = None,
 ) -> Tokens:
-    """Return one sequence's tokens as `step` used them, by default the last step. Raises NotRecordedError."""
+    """Return tokens as `step`, by default the last, used them. Raises NotRecordedError."""
     recorded = recorded_sequences(ledger, uuid)
     if recorded is None:
         raise NotRecordedError(f"the tokens of episode {uuid!r} are not recorded")
@@ -139,7 +139,7 @@ def _tokenizer(folder: Path) -> LightTokenizer:
 
 
 def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
-    """Return the text of each token in [start, end).
+    """Return the texts of tokens [start, end).
 
     Raises NotRecordedError for a model at a URL, which a foreign run folder could name.
     """
@@ -147,7 +147,7 @@ def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
         raise NotRecordedError(f"the page fetches no tokenizer from {model}")
     tokenizer = _tokenizer(model_folder(model))
     texts: list[str] = []
-    begin = max(0, start - 8)  # A character takes up to four tokens, and some decoders look back.
+    begin = max(0, start - 8)  # A character takes up to four tokens; some decoders look back.
     pending: list[int] = []
     for place in range(begin, end):
         pending.append(ids[place])
@@ -163,7 +163,7 @@ def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
 
 
 def _text(tokenizer: LightTokenizer, token: int, pending: list[int]) -> str | None:
-    """Decode the `pending` tokens, the last of which is `token`. Returns None mid-character."""
+    """Decode `pending`, which ends with `token`. Returns None mid-character."""
     parts = [tokenizer.token_bytes(each) for each in pending]
     if any(part is None for part in parts):
         return tokenizer.piece_text(token)

@@ -1,7 +1,7 @@
 """An episode's transcript as a list of readable events.
 
-Transcripts come from clients and may be invalid; then we show the problem and the raw text. Nothing is read
-beyond `TRANSCRIPT_BYTES` and `MAX_EVENTS`.
+Transcripts come from clients: of an invalid one we show the problem and the raw text. Nothing is read beyond
+`TRANSCRIPT_BYTES` and `MAX_EVENTS`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pydantic import BaseModel, Field
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.ledger.reader import LedgerReader
 
-TRANSCRIPT_BYTES = 16 * 2**20
-"""The maximum unpacked size, which the bridge respects."""
+TRANSCRIPT_BYTES = 16 * 2**20  # The bridge packs no more.
 
 MAX_EVENTS = 20_000
 EVENTS_PER_PAGE = 100
@@ -72,7 +71,7 @@ class Pool(msgspec.Struct):
 
 
 class Transcript(msgspec.Struct):
-    """The fields of Inspect's `EvalSample` that we read. Events are decoded when shown."""
+    """The part of Inspect's `EvalSample` that we read. Events are decoded when shown."""
 
     events: list[msgspec.Raw] = []
     events_data: Pool | None = None
@@ -96,7 +95,7 @@ _read_place = msgspec.json.Decoder(_Place).decode
 def transcript_view(
     ledger: LedgerReader, uuid: str, *, attempt: int | None = None, offset: int = 0
 ) -> TranscriptView:
-    """Return a page of a transcript, by default the last attempt's. Raises NotRecordedError."""
+    """Return a page of events, by default of the last attempt. Raises NotRecordedError."""
     number, attempts, attempt = _find_transcript(ledger, uuid, attempt)
     text = ledger.transcript(number, attempt)
     with _one_at_a_time:
@@ -128,7 +127,7 @@ def _find_transcript(
 
 
 def unpacked_text(data: bytes) -> bytes:
-    """Decompress a transcript. Raises TranscriptError."""
+    """Raises TranscriptError."""
     try:
         with zstandard.ZstdDecompressor().stream_reader(data) as reader:
             text = reader.read(TRANSCRIPT_BYTES + 1)
@@ -140,7 +139,7 @@ def unpacked_text(data: bytes) -> bytes:
 
 
 def parsed(text: bytes) -> Transcript:
-    """Parse a transcript as far as needed. Raises TranscriptError."""
+    """Raises TranscriptError."""
     try:
         return _read_transcript(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
 """The page as an ASGI app: files, API and server-sent events.
 
-It only reads, from ledgers and the run's server, except for explicit actions. Those are logged in the run's
-audit log, and deletions in the parent folder's.
+It only reads, except for explicit actions. Those are logged in the run's audit log, and deletions in the
+parent folder's.
 """
 
 from __future__ import annotations
@@ -84,10 +84,7 @@ class Deletion(BaseModel):
 
 
 def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
-    """Create the app for the runs in `root`.
-
-    Without an `admin_token`, anyone who uses a loopback name may enter.
-    """
+    """Without an `admin_token`, anyone who uses a loopback name may enter."""
     sessions = PageSessions(admin_token)
     runs = Runs(root, admin_token)
 
@@ -133,7 +130,7 @@ def _writing(folder: Path) -> Generator[None]:
 
 
 class _Page:
-    # FastAPI runs plain functions in threads, as ledger reads require.
+    # FastAPI runs plain functions in threads, for the ledger.
 
     def __init__(self, runs: Runs, sessions: PageSessions) -> None:
         self._runs = runs
@@ -209,7 +206,7 @@ class _Page:
             self._sessions.cookie_name,
             self._sessions.cookie(),
             max_age=SESSION_S,
-            path=None,  # Defaults to the API's path in the browser, behind any prefix.
+            path=None,  # The API's path as the browser sees it.
             httponly=True,
             samesite="strict",
             secure=secure,

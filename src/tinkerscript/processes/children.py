@@ -27,14 +27,14 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SERVER_START_S = 60.0
 
-FORMER_SERVER_S = 20.0  # For a dead trainer's server to end.
+FORMER_SERVER_S = 20.0  # A dead trainer's server must end within this.
 
 CHILD_POLL_S = 0.02
 
-RANK_ERROR_S = 5.0  # To notice a rank's death.
+RANK_ERROR_S = 5.0  # A rank's death is noticed within this.
 
 IDLE_S = 60.0
-"""Then a worker beyond `workers.count` that has no episode stops."""
+"""An idle worker beyond `workers.count` stops after this."""
 
 SCALE_S = 1.0  # The server reports the demand once a second.
 
@@ -165,7 +165,7 @@ async def launched_ranks(
         try:
             yield
         except EngineError:
-            with suppress(TimeoutError):  # The rank's log says more.
+            with suppress(TimeoutError):  # The rank's own log says more.
                 await asyncio.wait_for(supervisor.failed(), RANK_ERROR_S)
             raise
 

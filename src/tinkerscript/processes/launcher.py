@@ -43,7 +43,7 @@ class Slot(StrEnum):
 
 class Started(ABC):
     host: str
-    port: int  # `Slot.PORT`, free at the start.
+    port: int  # The value of `Slot.PORT`, free at the start.
 
     @property
     @abstractmethod
@@ -78,31 +78,31 @@ class Child:
 
     name: str
     argv: Callable[[int], Sequence[str]]
-    log: Path  # > On this machine.
+    log: Path  # On this machine.
     environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    withheld: tuple[str, ...] = ()  # > Variables removed from the environment.
+    withheld: tuple[str, ...] = ()  # Variables removed from the environment.
     resources: Resources = field(default_factory=Resources)
     on_trainer_machine: bool = False
     max_restarts: int | None = None  # None: the supervisor's.
     on_start: Callable[[Started], None] = lambda process: None
-    """Perhaps called later than the start, after waiting for room."""
+    """Called when the process runs, which may be after a wait for room."""
 
     on_death: Callable[[int, int], None] = lambda incarnation, code: None
     """Called with the incarnation and its exit code."""
 
     may_restart: Callable[[], bool] = lambda: True
     fatal_codes: frozenset[int] = frozenset({2, DISK_FULL})
-    """No restart would help: bad configuration, a port in use, a full disk."""
+    """Exit codes that a restart would not change: bad configuration, a port in use, a full disk."""
 
     restarts: int = 0
-    retired: bool = False  # Not restarted.
+    retired: bool = False  # It is not restarted.
     process: Started | None = field(default=None, repr=False)
 
     fds: Sequence[int] = ()  # Inherited on this machine.
 
 
 class Launcher(ABC):
-    address = "127.0.0.1"  # As started processes see it.
+    address = "127.0.0.1"  # This machine, as started processes see it.
     shares_files = True
 
     @abstractmethod

@@ -31,17 +31,15 @@ KEY = "VLLM_API_KEY"
 class PlannedProcess:
     name: str
     command: tuple[str, ...]
-    """As a user would type it, with `Slot`s for values known only at the start."""
+    """The command as a user would type it, with `Slot`s for values known only at the start."""
 
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     secrets: tuple[str, ...] = ()
     """Variables with keys: passed in the environment, never on a command line."""
 
-    withheld: tuple[str, ...] = ()  # Variables to remove.
+    withheld: tuple[str, ...] = ()  # Variables removed from the environment.
     resources: Resources = field(default_factory=Resources)
     on_trainer_machine: bool = False
-    """Such a process uses the trainer's folder and link."""
-
     restarts: int = 0
     after: tuple[str, ...] = ()  # Processes that must be ready first.
     on_demand: bool = False

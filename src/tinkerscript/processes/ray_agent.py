@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 HEAD_TIMEOUT_S = 10
-"""Without the cluster's head; then Ray ends this process."""
+"""After this long without the cluster's head, Ray ends this process."""
 
 PARENT_POLL_S = 5.0
 
@@ -254,7 +254,7 @@ class Agent:
         while True:
             try:
                 data, code = await _value(actor.read.remote())
-            except ActorUnavailableError:  # Perhaps it is just slow.
+            except ActorUnavailableError:  # It may only be slow.
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > UNAVAILABLE_S:
                     raise

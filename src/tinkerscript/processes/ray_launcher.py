@@ -31,7 +31,7 @@ from tinkerscript.processes.planned import PlannedProcess
 
 ACTOR_STOP_S = 4.0
 
-ROOM_S = 600.0  # For what the run needs at its start.
+ROOM_S = 600.0  # To get room for what must run from the start.
 
 LINE_BYTES = 2**20
 
@@ -188,7 +188,7 @@ class RayLauncher(Launcher):
         await self._process.wait()
         await self._reading
         if self._ready.done():
-            self._ready.exception()  # Already raised, or too late.
+            self._ready.exception()  # It was raised already, or is too late.
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

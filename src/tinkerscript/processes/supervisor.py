@@ -12,13 +12,13 @@ from tinkerscript.lifecycle import last_lines
 from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher
 
 CHILD_GRACE_S = 4.0
-"""From the request to stop until SIGKILL. An interrupted run exits hard after longer."""
+"""Then SIGKILL. An interrupted run exits hard only later."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Before consecutive restarts; the last value repeats."""
+"""For consecutive restarts; the last value repeats."""
 
 STABLE_AFTER_S = 60.0
-"""After this long, a dead child restarts at once with fresh backoff."""
+"""A child that lived this long restarts at once."""
 
 
 class Supervisor:
@@ -49,7 +49,7 @@ class Supervisor:
         await asyncio.gather(*(self._stop(child) for child in self._children))
         await asyncio.gather(*self._tasks)
         if self._failure is not None and self._failure.done():
-            self._failure.exception()  # Already raised, or too late.
+            self._failure.exception()  # It was raised already, or is too late.
 
     @property
     def restarts(self) -> int:
@@ -107,7 +107,7 @@ class Supervisor:
                 return
             child.restarts += 1
             await self._spawn(child)
-            if self._stopping.is_set():  # The request to stop came meanwhile.
+            if self._stopping.is_set():  # We were asked to stop meanwhile.
                 await self._stop(child)
                 return
 

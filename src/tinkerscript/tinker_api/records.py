@@ -1,8 +1,8 @@
-"""Sessions with their runs and samplers, and checkpoints, all stored on disk.
+"""Sessions with their runs and samplers, and checkpoints, all on disk.
 
 Sessions are stored at once, so that a client that outlives the server can keep sampling from checkpoints. A
-checkpoint is a Hugging Face folder with a `NOTE`, behind `tinker://RUN/weights/NAME` or
-`tinker://RUN/sampler_weights/NAME`. The folders are the only record of checkpoints.
+checkpoint is a Hugging Face folder with a `NOTE`, at `tinker://RUN/weights/NAME` or
+`tinker://RUN/sampler_weights/NAME`. Nothing else records checkpoints.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tinkerscript.files import write_atomically
 
 FORGET_AFTER = timedelta(days=30)
 
-NOTE = "tinker_checkpoint.json"  # Describes a checkpoint in its folder.
+NOTE = "tinker_checkpoint.json"
 
 ARCHIVE_KINDS: Mapping[str, Literal["training", "sampler"]] = {
     "weights": "training",
     "sampler_weights": "sampler",
 }
-"""Tinker's kind of checkpoint, by the second part of its `tinker://` path."""
+"""Tinker's name for the second part of a `tinker://` path."""
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 24 * 3600
 
@@ -40,13 +40,13 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 @dataclass(slots=True)
 class SamplerRecord:
-    """A sampling session over a checkpoint, a snapshot, or (with neither) the base model."""
+    """Samples from a checkpoint, a snapshot, or else the base model."""
 
     sampler_id: str
     base_model: str
     model_path: str | None = None
-    snapshot: bool = False  # Unsaved weights, which only this process has.
-    clones: int = 0  # Clients that joined after the first.
+    snapshot: bool = False  # Only this process has the weights.
+    clones: int = 0  # Clients that joined later.
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class RunRecord:
     last_request: str
     user_metadata: dict[str, Any] | None = None
     lora_config: dict[str, Any] | None = None
-    """Tinker's `LoraConfig` as JSON; None if all weights train."""
+    """Tinker's `LoraConfig`; None if all weights train."""
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Sessions:
         return session
 
     def active(self, session_id: str) -> ClientSession:
-        """Return an active session and count a heartbeat. Raises WireError 410 or 404."""
+        """Count a heartbeat. Raises WireError 410 or 404."""
         session = self.get(session_id)
         if session.finished is not None:
             raise WireError(410, f"session_id: the session {session_id} has ended ({session.finished})")
@@ -136,7 +136,7 @@ class Sessions:
         return session, session.runs[run_id]
 
     def finish(self, session: ClientSession, how: str) -> None:
-        """End a session. The first reason is kept."""
+        """The first reason is kept."""
         if session.finished is None:
             session.finished = how
             self._last_seen.pop(session.session_id, None)
@@ -206,7 +206,7 @@ class Checkpoints:
         user_metadata: dict[str, str] | None,
         ttl_seconds: int | None,
     ) -> Checkpoint:
-        """Describe a checkpoint yet to be written. Raises WireError with the field."""
+        """Describe a future checkpoint. Raises WireError with the field."""
         name = name or uuid4().hex
         if not _NAME.fullmatch(name):
             raise WireError(400, f"path: {name!r} must be letters, digits, '.', '_' and '-', without '/'")
@@ -232,8 +232,7 @@ class Checkpoints:
         return {NOTE: json.dumps(asdict(checkpoint), indent=2) + "\n"}
 
     def find(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Return the checkpoint at a `tinker://` path. Raises WireError: 400 for a malformed path, 404 for a
-        missing checkpoint."""
+        """Raises WireError: 400 for a malformed path, 404 for a missing checkpoint."""
         run_id, kind, name = _parts(path, field)
         found = _read_checkpoint(self._root / _folder_name(run_id) / kind / name / NOTE)
         if found is None or found.expired(datetime.now(UTC)):
@@ -284,7 +283,7 @@ class Checkpoints:
 
 
 def _read_checkpoint(path: Path) -> Checkpoint | None:
-    # The file may be deleted at any time.
+    # It may be deleted at any time.
     try:
         return Checkpoint(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

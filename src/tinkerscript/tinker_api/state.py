@@ -1,12 +1,10 @@
 """The state that all endpoints share (`WireState`), and limits on its memory.
 
-A client starts a request now and fetches its result later (`Futures`). A request repeated because its reply
-was lost runs only once: its key maps to the same future while that is kept. Fetched results stay a while, so
-they can be fetched again.
+A client starts a request now and fetches its result later (`Futures`). Repeating it, because a reply was
+lost, returns the same future. Fetched results stay a while, to be fetched again.
 
-A run's weights stay in memory until its session ends. Samplers over the same checkpoint or the base model
-share one copy. The least recently used copies are evicted and reloaded when needed; unsaved weights are then
-lost.
+A run's weights stay in memory until its session ends. Samplers over the same weights share one copy. The
+least recently used copies are evicted and reloaded when needed; unsaved ones are then lost.
 """
 
 from __future__ import annotations
@@ -40,19 +38,19 @@ class WireLimits:
     """Loads at which the server asks clients to wait."""
 
     runs: int = 8
-    """Training runs in memory, each with an adapter or weights, gradients and moments."""
+    """Runs in memory, each with an adapter or weights, gradients and moments."""
 
     samplers: int = 32
     waiting_samples: int = 8192
-    """Running or waiting sequences; 429 beyond it."""
+    """Unfinished sequences; 429 beyond it."""
 
     waiting_requests: int = 4096  # Of all kinds, until forgotten.
     body_bytes: int = 64 * 1024 * 1024
     poll_s: float = 30.0
-    """Longest wait for a result in one request. The SDK gives up after 45 s."""
+    """For a result, per request. The SDK gives up after 45 s."""
 
     session_timeout_s: float = 300.0
-    """A session ends after this time without a heartbeat. The SDK sends one every 10 s."""
+    """A session without a heartbeat ends. The SDK sends one every 10 s."""
 
 
 @dataclass(slots=True)
@@ -72,7 +70,7 @@ class Pending:
 
 
 class Futures:
-    """Started requests by id. Each instance belongs to one event loop."""
+    """Requests by id, for one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -102,10 +100,7 @@ class Futures:
         session_id: str,
         samples: int = 0,
     ) -> str:
-        """Start `work` and return its id, or the existing id for a known key.
-
-        Work starts in the order of the calls.
-        """
+        """Start `work` unless the key is known, and return its id. Work starts in the order of the calls."""
         self._sweep()
         found = self._ids.get(key)
         if found is not None:
@@ -153,7 +148,7 @@ class Futures:
                 pending.task.cancel()
 
     def release_waiting(self) -> None:
-        """Answer every waiting fetch with "try again", so clients retry at the next server."""
+        """Let waiting clients retry at the next server."""
         self._closing.set()
 
     async def close(self) -> None:
@@ -178,7 +173,7 @@ class Futures:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return an error in the SDK's form. The category says whether the user or the server caused it."""
+    """Blame the user or the server, in the SDK's form."""
     wrong_request = isinstance(error, EngineRequestError) or (
         isinstance(error, WireError) and error.status < 500
     )
@@ -199,13 +194,13 @@ class WireState:
         self._weights: OrderedDict[str, asyncio.Future[EmbeddedSamplingClient]] = OrderedDict()
 
     def check_model(self, name: str, *, field: str = "base_model") -> str:
-        """Return the served model's name, given that or the model's folder. Raises WireError."""
+        """`name` may be the model's folder. Raises WireError."""
         if name == self.name or Path(name).expanduser().resolve() == self.engine.folder.resolve():
             return self.name
         raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
 
     def checkpoint(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Return a checkpoint the engine can load. Raises WireError 404, or 400 for the wrong kind."""
+        """The engine must be able to load it. Raises WireError 404, or 400 for the wrong kind."""
         found = self.checkpoints.find(path, field=field)
         if (found.lora_config is not None) == self.engine.is_lora:
             return found
@@ -221,7 +216,7 @@ class WireState:
         )
 
     def run(self, model_id: str) -> Run:
-        """Return a run in memory and count a heartbeat. Raises WireError 404 or 410."""
+        """Count a heartbeat. Raises WireError 404 or 410."""
         if model_id in self.runs:
             self.sessions.active(self.runs[model_id].session_id)
             return self.runs[model_id]
@@ -233,7 +228,7 @@ class WireState:
         )
 
     def check_room(self) -> None:
-        """Raise WireError 429 at `limits.waiting_requests`. The SDK then waits and retries."""
+        """Raise WireError 429, upon which the SDK retries."""
         if len(self.futures) >= self.limits.waiting_requests:
             raise WireError(
                 429, f"{len(self.futures)} requests are waiting or not fetched yet; the limit is reached"
@@ -246,7 +241,7 @@ class WireState:
         self._trim()
 
     async def weights_of(self, sampler: SamplerRecord) -> EmbeddedSamplingClient:
-        """Return a client over a sampler's weights, loaded if needed. Raises WireError if they are lost."""
+        """Load the weights if needed. Raises WireError if they are lost."""
         key = sampler.sampler_id if sampler.snapshot else (sampler.model_path or "")
         found = self._weights.get(key)
         if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):

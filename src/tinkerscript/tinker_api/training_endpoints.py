@@ -43,7 +43,7 @@ TINKER_LOSSES = {
     "gspo": POLICY_INPUTS | {"sequence_ratio_mask"},
     "stable_reinforce": POLICY_INPUTS,
 }
-"""The `loss_fn_inputs` of each `loss_fn` in Tinker's documentation."""
+"""As Tinker's documentation lists them for each `loss_fn`."""
 
 STABLE_REINFORCE = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
 """`cispo` parameters for `stable_reinforce`, for which Tinker publishes no formula.
@@ -71,8 +71,7 @@ def _begin_run(
     lora_config: dict[str, Any] | None,
     source: tuple[Checkpoint, bool] | None,
 ) -> dict[str, str]:
-    """Start a run from the base model, or from `source`: a checkpoint and whether to load its optimizer
-    state."""
+    """`source` is a checkpoint, and whether to load its optimizer state."""
     model_id = f"{session.session_id}:train:{model_seq_id}"
     record = RunRecord(model_id, state.name, timestamp(), user_metadata, lora_config)
     key = (model_id, "create")
@@ -134,8 +133,7 @@ def _check_optimizer(config: types.OptimizerConfig | None) -> None:
 
 
 def _checked_lora(state: WireState, config: types.LoraConfig | None) -> dict[str, Any] | None:
-    """Return the `LoraConfig` for the run's record, or None if all weights train. Raises WireError with the
-    field."""
+    """Return None if all weights train. Raises WireError with the field."""
     config = config or types.LoraConfig(rank=DEFAULT_RANK)
     left_out = [name for name in LORA_PARTS.values() if not getattr(config, name)]
     if not state.engine.is_lora:
@@ -217,7 +215,7 @@ def _for_engine(call: ForwardBackwardCall) -> tuple[list[tinker.Datum], str, dic
 
 
 def _averaged(datum: tinker.Datum) -> tinker.Datum:
-    # The engine's `gspo` averages over the tokens in the ratio; Tinker's sums.
+    # Tinker's `gspo` sums over the ratio's tokens, the engine's averages.
     inputs = dict(datum.loss_fn_inputs)
     mask = inputs.pop("sequence_ratio_mask").to_numpy() != 0
     advantages = inputs["advantages"].to_numpy() * max(1, int(mask.sum()))
@@ -225,7 +223,7 @@ def _averaged(datum: tinker.Datum) -> tinker.Datum:
 
 
 def _without_padding(datum: tinker.Datum) -> tinker.Datum:
-    # The engine's `dro` penalty would train prompts, which lack advantages and logprobs.
+    # The engine's `dro` would penalize prompts, which lack advantages and logprobs.
     inputs = dict(datum.loss_fn_inputs)
     mask = (inputs["advantages"].to_numpy() != 0) | (inputs["logprobs"].to_numpy() != 0)
     return _with_inputs(datum, inputs, mask=mask)
@@ -247,7 +245,7 @@ async def optim_step(state: WireState, request: types.OptimStepRequest) -> Reply
     async def work() -> FutureResult:
         response = await run.client.optim_step(params)
         if SKIPPED_STEPS in (response.metrics or {}):
-            # Tinker has no metric for a skipped step, so clients would think it was taken.
+            # Without it clients would think the step was taken.
             raise EngineError("the gradient is not finite; the step was not taken")
         return {"metrics": response.metrics}
 

@@ -1,9 +1,9 @@
 """The Tinker server: its endpoint table, ASGI application, and process.
 
-Errors are `{"detail": message}` with a status that the SDK's retries understand: 400, 404, 410 and 422 are
-final, 408 and 429 mean "try again later", 5xx is the server's fault.
+Errors are `{"detail": message}` with a status that the SDK understands: 400, 404, 410 and 422 are final, 408
+and 429 mean "try again later", 5xx is the server's fault.
 
-Every request but the health check needs an `X-API-Key` header, even if any key is accepted, because another
+All requests but the health check need an `X-API-Key` header, even if any key is accepted, because another
 site's page cannot send that header unasked. A page that uses DNS rebinding is refused by its host name.
 """
 
@@ -45,7 +45,7 @@ from tinkerscript.tinker_api.state import WireLimits, WireState
 PREFIX = "/api/v1/"
 HEALTH = "healthz"
 HOUSEKEEPING_S = 10.0
-LIMITS = ConnectionLimits(body_s=600.0)  # A training batch may take minutes to arrive.
+LIMITS = ConnectionLimits(body_s=600.0)  # A training batch may take minutes.
 ENGINE_GRACE_S = 2
 
 M = TypeVar("M", bound=BaseModel)
@@ -53,7 +53,7 @@ M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[WireState, Request, bytes], Awaitable[Reply]]
 
 
-# For the engine's own training client, which is unused: each run has another adapter.
+# For the engine's own, unused training client.
 UNUSED_ADAPTER = LoraSettings(rank=1, targets=("unembed",))
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def _no_body(handler: Callable[[WireState, Request], Awaitable[Reply]]) -> Handl
 
 
 def _fixed(reply: dict[str, Any]) -> Handler:
-    # Clients' telemetry is not stored.
+    # We do not store telemetry.
     async def handle(state: WireState, request: Request, body: bytes) -> Reply:
         del state, request, body
         return reply
@@ -125,7 +125,7 @@ WIRE_ENDPOINTS: Mapping[tuple[str, str], Handler] = {
     ("POST", f"{_CHECKPOINT}/publish"): _no_body(session.publish),
     ("DELETE", f"{_CHECKPOINT}/publish"): _no_body(session.unpublish),
 }
-"""By method and path after `PREFIX`. Parts in braces are `path_params`."""
+"""Method and path after `PREFIX` -> handler. Parts in braces are `path_params`."""
 
 
 def wire_app(state: WireState, *, api_key: str | None = None) -> Starlette:
@@ -230,7 +230,7 @@ class WireOptions:
 
 
 async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> None:
-    """Serve until cancelled. `announce` gets the URL when the server listens.
+    """Serve until cancelled. `announce` gets the URL.
 
     Raises ConfigError if the address is in use, or open to other machines without a key.
     """

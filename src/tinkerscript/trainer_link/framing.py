@@ -22,9 +22,9 @@ from tinkerscript.trainer_link.messages import Tagged, ToServer, ToTrainer
 logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 256 * 2**20  # A larger frame disconnects the peer.
-MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20  # For the list around the messages.
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20  # Room for the list around the messages.
 FULL_FRAME_BYTES = 4 * 2**20
-MAX_QUEUED = 100_000  # Then the oldest are dropped; important ones repeat.
+MAX_QUEUED = 100_000  # Beyond it the oldest are dropped.
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class LinkTimes:
     """Intervals in seconds."""
 
     heartbeat_s: float = 1.0  # Between `Hello`s.
-    silence_s: float = 5.0  # Then a trainer counts as disconnected.
+    silence_s: float = 5.0  # A trainer is disconnected after this.
     grace_s: float = 10.0  # A model call waits this long for a trainer.
-    resend_s: float = 5.0  # Unconfirmed messages repeat.
+    resend_s: float = 5.0  # Unconfirmed messages repeat after this.
 
 
 _encode = msgspec.msgpack.Encoder().encode

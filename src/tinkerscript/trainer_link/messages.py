@@ -50,7 +50,7 @@ class Hello(Tagged, frozen=True):
     engine_status: EngineStatus
     model: str
     usable_versions: list[int] | None = None
-    """Those that the lag rule lets train in this batch; None without such a rule."""
+    """Versions that the lag rule admits to this batch; None without such a rule."""
 
     client_samples: bool = True
     batch: BatchProgress | None = None
@@ -63,8 +63,7 @@ class Hello(Tagged, frozen=True):
     # Increases; `Welcome` repeats it.
 
     started_ns: int = 0
-    """In Unix nanoseconds. The latest trainer owns the server, so a dead one's late frame cannot displace its
-    successor."""
+    """In Unix nanoseconds. The latest trainer owns the server; an older one's late frame changes nothing."""
 
 
 class NewEpisode(Tagged, frozen=True):
@@ -79,7 +78,7 @@ class NewEpisode(Tagged, frozen=True):
 
     label: str = ""  # The evaluation's; empty for training.
     position: int = -1  # In the training order, or -1.
-    copies: int = 1  # Registered together.
+    copies: int = 1  # They are registered together.
 
     @property
     def uuids(self) -> list[str]:
@@ -109,10 +108,10 @@ class Resume(Tagged, frozen=True):
     request_id: int
     checkpoints: list[int]
     replay_lag: int = 0
-    """Trained episodes of this many earlier steps are still needed."""
+    """For how many earlier steps the trainer needs the trained episodes."""
 
     plan_lag: int = 0
-    """This many earlier steps may have planned episodes for the next."""
+    """How many earlier steps may have planned the next one's episodes."""
 
 
 class Fetch(Tagged, frozen=True):
@@ -178,11 +177,11 @@ class Welcome(Tagged, frozen=True):
     link_version: int
     server_id: str
     number: int
-    """Answers this `Hello`: everything sent before it is committed. 0 on a new connection, which confirms
-    nothing."""
+    """The `Hello` that this answers; everything sent before it is committed. 0 on a new connection, which
+    confirms nothing."""
 
     quarantined: dict[str, str] = {}
-    """Clients whose attempts all fail get no episodes: client -> why."""
+    """Client -> why it gets no episodes: all its attempts fail."""
 
     demand: Demand = Demand()
 
@@ -240,7 +239,7 @@ class Tallied(Tagged, frozen=True):
 class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
     number: int = 0
     after: int = 0
-    """The outcome sent before. A trainer that lacks it waits for both."""
+    """End number of the outcome sent before. A trainer that lacks it waits for both."""
 
     sequence: int = 0
     episode_uuid: str

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerEvent(Enum):
-    CONNECTED = auto()  # It may have missed earlier messages.
+    CONNECTED = auto()  # Perhaps again, after missing messages.
     SILENT = auto()  # For `LinkTimes.silence_s`.
     LOST = auto()  # For longer than `LinkTimes.grace_s`.
 
@@ -170,7 +170,7 @@ class ServerLink:
                     self._heard.set()
                     handle(message)
                     if isinstance(message, Register):
-                        await asyncio.sleep(0)  # After perhaps thousands of episodes, let others run.
+                        await asyncio.sleep(0)  # A frame may have thousands of episodes.
                 else:
                     name = type(message).__name__
                     self._drop("not_the_trainer", f"{name} before a Hello, or after a takeover")

@@ -122,9 +122,9 @@ class TrainerLink:
         """`keys` are required if `server.json` names `link_keys`. `note` receives messages for the user."""
         self.stop_requested = asyncio.Event()
         self.refused_handshakes = 0
-        """The server refused them or lacks the expected key."""
+        """Connections that the server refused, or that lacked the expected key."""
 
-        self.demand = Demand()  # From the last `Welcome`.
+        self.demand = Demand()  # By the last `Welcome`.
         self._address = address
         self._keys = keys
         self._note = note
