@@ -142,7 +142,7 @@ def _b64(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The tokens of both roles. None admits everyone, as on a local server."""
+    """The tokens of both roles. A role without one admits everyone, as on a local server."""
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)

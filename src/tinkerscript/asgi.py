@@ -383,7 +383,7 @@ RefusalBody = Callable[[int, str], dict[str, Any]]  # (status, reason) -> body
 
 class Refusals:
     def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
-        """`bodies` go by path prefix. The first match counts."""
+        """`bodies` are by path prefix. The first match counts."""
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
@@ -435,7 +435,7 @@ def _explain(item: Mapping[str, Any]) -> str:
 
 
 class BodyLimit:
-    """ASGI middleware that refuses longer bodies with status 413."""
+    """ASGI middleware that refuses a body of more than `max_bytes` with status 413."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, refusals: Refusals) -> None:
         self._app = app

@@ -191,7 +191,7 @@ class EngineError(TinkerScriptError):
 
 
 class EngineRequestError(EngineError):
-    """A retry would fail again."""
+    """The engine cannot serve the request; a retry would fail again."""
 
 
 class WireError(EngineError):

@@ -199,7 +199,7 @@ def last_lines(log: Path, number: int = 8) -> str:
 
 @contextmanager
 def without_garbage_collection() -> Generator[None]:
-    """Import without garbage collection, in a sixth less time. What is imported stays anyway."""
+    """Import without garbage collection, which takes a sixth less time."""
     gc.disable()
     try:
         yield

@@ -21,7 +21,7 @@ Status = Literal[200, 400, 403, 413, 422, 429, 431]
 
 
 class Bound(NamedTuple):
-    """A row of the table."""
+    """A row of the table, and its refusal."""
 
     name: str
     """The bounded field, or the setting with the bound."""

@@ -4,8 +4,8 @@
     MemoryClaimBook    a `ClaimBook` for a gateway without a server
     QuietReporter      a `ProgressReporter` that records what it receives
 
-Invariant: each keeps the contract of its seam, so code that works with it works with the real one. Nothing
-here opens a file or a socket.
+Each keeps the contract of its seam, so code that works with it works with the real one. None opens a file or
+a socket.
 """
 
 from __future__ import annotations

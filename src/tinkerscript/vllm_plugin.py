@@ -170,7 +170,7 @@ def _register_transfer(source: WeightSource) -> None:
         name: str
 
     class Transfer(weight_transfer.WeightTransferEngine):  # pyright: ignore[reportUntypedBaseClass]
-        """Each process of a replica takes its part."""
+        """Loads weights by name. Each process of a replica takes its part."""
 
         init_info_cls = Named
         update_info_cls = Named

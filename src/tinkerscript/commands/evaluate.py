@@ -41,7 +41,7 @@ from tinkerscript.workers.chat_endpoint import ChatEndpoint
 from tinkerscript.workers.inspect_task import InspectTask
 
 SERVICE = "tinkerscript"
-"""Logs call the model `openai-api/tinkerscript/<model>`."""
+"""Inspect's logs call the model `openai-api/tinkerscript/<model>`."""
 
 
 async def evaluate_command(options: EvalOptions, console: Console) -> int:
@@ -179,7 +179,7 @@ class EvalOptions:
 @dataclass(frozen=True, slots=True)
 class ModelEndpoint:
     url: str  # For OpenAI clients.
-    supervisor: Supervisor | None = None  # Of a server that this eval started.
+    supervisor: Supervisor | None = None  # Set if this eval started the server.
 
     async def failed(self) -> None:
         if self.supervisor is None:

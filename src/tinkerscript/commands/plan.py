@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tinkerscript.train.samples import TaskSamples
 
 ASSUMED_PROMPT_TOKENS = 1024
-"""For samples that clients register."""
+"""Used when clients register the samples."""
 
 TEMPLATE_TOKENS = 64  # Approximate length of a chat template.
 
@@ -90,7 +90,7 @@ def _processes(config: RunConfig) -> list[str]:
 
 
 def _alike(process: PlannedProcess) -> tuple[object, ...]:
-    # Differing only in number.
+    # Processes that differ only in number are shown once.
     kind = process.name.rpartition(" ")[0] or process.name
     environment = tuple((key, value) for key, value in process.environment.items() if key != "RANK")
     return kind, process.command, environment, process.on_demand
@@ -190,7 +190,7 @@ def _frozen(config: RunConfig) -> list[str]:
 
 
 def _dtype(engine: EngineConfig) -> torch.dtype:
-    """Guess the type of matrix products without the device."""
+    """Guess the type of matrix products without access to the device."""
     import torch
 
     from tinkerscript.engine.context import compute_dtype
@@ -248,7 +248,7 @@ def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> 
         return
     try:
         memory, _ = _formula(config, ASSUMED_PROMPT_TOKENS)
-    except (OSError, ValueError, RuntimeError):  # The engine explains it.
+    except (OSError, ValueError, RuntimeError):  # The engine explains the error.
         return
     if problem := _without_room(config, memory, folder):
         raise ConfigError(problem)

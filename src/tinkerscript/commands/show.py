@@ -36,13 +36,14 @@ STATE_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed
 PIPE_COLUMNS = 120
 
 RULE = 60
-EPISODES_NAMED = 5  # In an error.
+EPISODES_NAMED = 5  # In the error for an unknown one.
 
 
 def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as_json: bool = False) -> int:
-    """`what` is the prefix of an episode's uuid, or a path of the page's API such as `/steps/3`.
+    """Print a run, an episode, or a reply of the page's API.
 
-    Raises ConfigError, and NotRecordedError for what a run lacks.
+    `what` is the prefix of an episode's uuid, or a path such as `/steps/3`. Raises ConfigError, and
+    NotRecordedError for what a run lacks.
     """
     if not console.is_terminal:
         console.width = max(console.width, PIPE_COLUMNS)
@@ -127,7 +128,7 @@ def _number(value: float | None, text: str = "{:.3f}") -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Stretch the last column. `>` before a title right-aligns it."""
+    """Make a table. `>` before a title right-aligns its column."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=not titles[-1].startswith(">"))
     for title in titles:
         numbers = title.startswith(">")

@@ -55,7 +55,7 @@ from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there
 
 Train = Callable[[ProgressReporter, Path | None], Coroutine[Any, Any, object]]
-"""Resumes or joins the given folder."""
+"""Trains, resuming or joining the given folder."""
 
 
 WORSE = 3
@@ -140,7 +140,7 @@ async def _train(
     join: bool,
     again: str,
 ) -> None:
-    """`again` is the command that resumes."""
+    """Train a run. `again` is the command that resumes it."""
     with progress.waiting("torch, transformers and Inspect to load"):
         train = _import_training(config, join, watchers)
         check_fits(config, folder, progress.note)
@@ -181,9 +181,9 @@ def _watching(progress: LineReporter | TableReporter, *, opens: bool) -> Generat
 
 
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
-    """Return whether torchrun, or another launcher, started us as a rank above 0.
+    """Return whether a launcher such as torchrun started us as a rank above 0.
 
-    Raises ConfigError if it started other than one process per device.
+    Raises ConfigError if it did not start one process per device.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
@@ -200,7 +200,7 @@ def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None,
 
 
 def follow_command() -> None:
-    """Work as another rank until the engine ends."""
+    """Work as a rank above 0 until the engine ends."""
     with without_garbage_collection():
         from tinkerscript.engine.distributed import follow
 
@@ -243,7 +243,7 @@ def _pinned(config: RunConfig, console: Console) -> RunConfig:
 
 
 def _joining(config: RunConfig, folder: Path) -> RunConfig:
-    """Take the section of the server. Raises ConfigError for another model."""
+    """Take the server's section. Raises ConfigError for another model."""
     server = load_config(folder / "config.yaml")
     if not same_model(config.engine.model, server.engine.model):
         raise ConfigError(
@@ -327,7 +327,7 @@ def report(console: Console, config: RunConfig, folder: Path) -> int:
 
 
 def _use(config: RunConfig, folder: Path, best: BestScore | None) -> str:
-    """Suggest what to do with the best model."""
+    """Suggest what to do with the final or best model."""
     checkpoint = folder / "checkpoints" / "final"
     if best is not None:
         checkpoint = folder / "checkpoints" / f"step_{best.step:04d}"
@@ -369,7 +369,7 @@ NAMED = 4  # Clients to name, busiest first.
 CLIENT_ID = re.compile(r"[0-9a-f]{32}")
 
 LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
-"""A trainer's worker: its number and its count of earlier starts."""
+"""Matches a trainer's worker: its number and its count of earlier starts."""
 
 
 class FleetPoll:
@@ -402,12 +402,15 @@ class FleetPoll:
 
 
 def needs_certificate(url: str) -> bool:
-    """A local server need not prove its identity: its certificate names the public address."""
+    """Return whether a server must prove its identity.
+
+    A local one need not: its certificate names the public address.
+    """
     return not is_loopback(urlsplit(url).hostname or "")
 
 
 def client_name(client_uuid: str) -> str:
-    """Shorten a uuid, or return the number of the run's own worker."""
+    """Return the number of the run's own worker, or a short uuid."""
     if found := LOCAL_WORKER.fullmatch(client_uuid):
         return f"worker {found[1]}"
     return f"client {client_uuid[:8]}" if CLIENT_ID.fullmatch(client_uuid) else client_uuid

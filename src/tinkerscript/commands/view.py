@@ -22,10 +22,10 @@ from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.page.web_app import create_page
 
 NICENESS = 10
-"""Runs on this machine come first."""
+"""Lets a run on this machine go first."""
 
 PAGE_GRACE_S = 1
-"""For open requests, such as event streams."""
+"""Seconds for open requests, such as event streams."""
 
 
 async def view_command(
@@ -50,7 +50,7 @@ async def view_command(
 
 
 async def serve_page(root: Path, listener: socket.socket, *, certificate: str = "", key: str = "") -> int:
-    """The admin token comes from the environment."""
+    """Serve the page until cancelled. The admin token comes from the environment."""
     section = InterchangeConfig(
         tls_certificate=certificate, tls_key=key, trusted_proxies=["127.0.0.1", "::1"]
     )
@@ -69,7 +69,7 @@ async def serve_page(root: Path, listener: socket.socket, *, certificate: str = 
 
 
 def check_reach(host: str, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if other machines need no good token for the page."""
+    """Raise ConfigError if other machines can reach the page without a good token."""
     if is_loopback(host):
         return
     token = read_token(environ, ADMIN_TOKEN)

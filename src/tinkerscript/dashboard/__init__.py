@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-# At the beginning or after two spaces.
+# A command begins a line or follows two spaces.
 _COMMAND = re.compile(r"((?:.*?  )?)(tinkerscript .*)")
 
 _SHELL_WORD = re.compile(r"""\s*(?:'[^']*'|"[^"]*"|[^\s'"]|['"])+""")
@@ -29,7 +29,7 @@ def one_line(text: str) -> str:
 def wrapped(text: str, width: int) -> str:
     """Wrap lines between words; a longer word stays whole.
 
-    A command gets a backslash at each break, for copying.
+    A command gets a backslash at each break, so it can be copied.
     """
     return "\n".join(piece for line in text.split("\n") for piece in _wrapped_line(line, width))
 

@@ -25,7 +25,7 @@ class Phase(Protocol):
 class ProgressReporter(ABC):
     @abstractmethod
     def begin(self, steps: int, *, done: int = 0) -> None:
-        """Announce `steps` steps, of which `done` are done."""
+        """Announce `steps` training steps, of which `done` are done."""
 
     @abstractmethod
     def waiting(self, what: str) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from tinkerscript.dashboard import counted, one_line
 from tinkerscript.dashboard.progress import rate_text, role_rewards, time_left_s
 
 STEPS_SHOWN = 5
-PACE_STEPS = 20  # The pace is theirs.
+PACE_STEPS = 20  # The pace is measured over these.
 
 BAR, GAP = 24, 2
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -144,7 +144,9 @@ class RunTable:
         self.steps, self._step = steps, done
 
     def step(self, step: int, metrics: Metrics, now: float) -> None:
-        if not self._ends and self.batch_began > self.began:  # Without earlier evaluations.
+        if (
+            not self._ends and self.batch_began > self.began
+        ):  # The batch of an earlier evaluation does not count.
             self._ends.append((self._step, self.batch_began))
         self._step = step
         self._ends.append((step, now))
@@ -164,7 +166,7 @@ class RunTable:
             self._rows.append(TableRow(step))
         self._failures[f"of evaluation {label}"] += failed
         if math.isfinite(score):
-            for row in self._rows:  # The row may be gone by now.
+            for row in self._rows:  # The row may be gone: steps continue during an evaluation.
                 row.held_out = score if row.step == step else row.held_out
             self._scores.append((label, score))
 
@@ -325,7 +327,7 @@ def _width(column: tuple[int, int, str, list[str]]) -> int:
 
 
 def sparkline(values: list[float]) -> str:
-    """Average neighbors if there are too many."""
+    """Draw values as bars, averaging neighbors if there are too many."""
     cells = min(SPARKLINE, len(values))
     edges = [round(at * len(values) / cells) for at in range(cells + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]

@@ -28,7 +28,7 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
 EPISODE_TEXT_CHARS = 50_000
-"""Per message. The token view has the rest."""
+"""The maximum length of a message. The token view has the rest."""
 
 MAX_SIBLINGS = 256
 
@@ -135,7 +135,7 @@ class EpisodeView(BaseModel):
 
 
 def find_episode(ledger: LedgerReader, prefix: str) -> str:
-    """Complete the uuid of an episode. Raises NotRecordedError."""
+    """Return the uuid of the only episode with this prefix. Raises NotRecordedError."""
     query = "SELECT uuid FROM episodes WHERE uuid >= ? AND uuid < ? AND end_number IS NOT NULL LIMIT 5"
     found = [uuid for (uuid,) in ledger.rows(query, (prefix, f"{prefix}\U0010ffff"))]
     if len(found) == 1 or prefix in found:
@@ -145,7 +145,7 @@ def find_episode(ledger: LedgerReader, prefix: str) -> str:
 
 
 def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
-    """Raises NotRecordedError. `uuid` must be complete."""
+    """Return an episode's view, by its whole uuid. Raises NotRecordedError."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found:
         raise NotRecordedError(f"the run has no episode {uuid!r} that ended")
@@ -196,7 +196,7 @@ class EpisodeSequence(NamedTuple):
         return next((each for each in step if (each.role, each.number) == (self.role, self.number)), None)
 
 
-Steps = Mapping[int, Sequence[TrainedSequence]]  # By step.
+Steps = Mapping[int, Sequence[TrainedSequence]]  # How each step used an episode's sequences.
 
 
 def recorded_sequences(ledger: LedgerReader, uuid: str) -> tuple[list[EpisodeSequence], Steps] | None:

@@ -6,8 +6,8 @@
     score/exact=0           on scores, and on metrics that the program logged
     client:worker-3 7f3a    ids and names, by their beginning
 
-Invariant: lists are read in pages from the newest episode on, by an index or for at most `SCAN_S`
-seconds, so the time does not depend on the size of the run. A search reports where to continue.
+Lists are read in pages, newest episodes first, by an index or for at most `SCAN_S` seconds, however large the
+run is. A search reports where to continue.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tinkerscript.page.search_index import BAD_CALLS, SearchIndex, reply_text, s
 
 MAX_LINES = 200
 FIRST_ROWS, SCAN_ROWS = 64, 2000
-"""Most lists need few rows."""
+"""The first query reads few rows, because most lists need no more."""
 
 SPAN = 20_000
 
 SCAN_S = 1.0
-"""Then a filtered list returns what it has."""
+"""A filtered list stops after this time and returns its results so far."""
 
 PREVIEW_CHARS = 160
 
@@ -254,7 +254,7 @@ _read_result = msgspec.json.Decoder(StoredResult).decode
 
 
 def result_of(ledger: LedgerReader, sequence: int) -> StoredResult:
-    """Return an empty result for a failed episode. Raises NotRecordedError."""
+    """Return an episode's result, empty if it failed. Raises NotRecordedError."""
     found = ledger.row("SELECT result FROM results WHERE episode = ?", (sequence,))
     try:
         return _read_result(bytes(found[0])) if found is not None else StoredResult()
@@ -295,7 +295,7 @@ NUMBERS = {
     "is_success": "e.is_success",
     "undone": "e.undone",
 }
-"""Columns that SQL compares. We check other conditions ourselves."""
+"""Columns that SQL compares. We check other conditions episode by episode."""
 
 SAMPLE = "sample"
 
@@ -345,7 +345,7 @@ def parse(text: str) -> Query:
 
 
 def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
-    """Raises NotRecordedError for a malformed query."""
+    """Return the newest matches. Raises NotRecordedError for a malformed query."""
     query = parse(text)
     if named := lines(ledger, "e.uuid = ?", (text.strip(),), limit=1):
         return SearchPage(episodes=named, next=None)

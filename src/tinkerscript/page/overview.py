@@ -25,7 +25,7 @@ from tinkerscript.page.curves import metric_names
 from tinkerscript.page.lines import EpisodeLine, lines, newest
 
 NEWEST = 12
-RECENT_STEPS = 50  # The estimate of the remaining time uses these.
+RECENT_STEPS = 50  # For the estimate of the remaining time.
 
 EVALUATIONS = 20
 
@@ -296,7 +296,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 EVENT_EVERY_S = 15.0
-"""Then a comment keeps the connection open."""
+"""After this much silence, a comment keeps the connection open."""
 
 
 class RunEvents:

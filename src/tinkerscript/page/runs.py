@@ -101,7 +101,7 @@ class Runs:
             raise ConflictError(f"{name} is running; stop it first")
         with ExitStack() as held:
             for path in (folder / "trainer.lock", folder / "server.lock"):
-                if path.is_symlink() or not path.is_file():  # Locking would write to what is not our lock.
+                if path.is_symlink() or not path.is_file():  # Not our lock; locking would write to it.
                     continue
                 if (lock := try_lock(path)) is None:
                     raise ConflictError(f"a {path.stem} is running in {folder}; stop it first")

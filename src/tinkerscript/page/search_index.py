@@ -54,7 +54,7 @@ _SPANS = "SELECT first, last FROM spans"
 
 
 class SearchIndex:
-    """Thread-safe."""
+    """One run's index. Thread-safe."""
 
     _known: ClassVar[dict[Path, SearchIndex]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()

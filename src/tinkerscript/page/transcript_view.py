@@ -1,6 +1,6 @@
 """An episode's transcript as a list of readable events.
 
-Transcripts come from clients: of an invalid one we show the problem and the raw text. Nothing is read beyond
+Transcripts come from clients. For an invalid one we show the problem and the raw text. Nothing is read beyond
 `TRANSCRIPT_BYTES` and `MAX_EVENTS`.
 """
 

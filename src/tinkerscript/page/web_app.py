@@ -84,7 +84,7 @@ class Deletion(BaseModel):
 
 
 def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
-    """Without an `admin_token`, anyone who uses a loopback name may enter."""
+    """Create the app. Without an `admin_token`, anyone who uses a loopback name may enter."""
     sessions = PageSessions(admin_token)
     runs = Runs(root, admin_token)
 
@@ -130,7 +130,7 @@ def _writing(folder: Path) -> Generator[None]:
 
 
 class _Page:
-    # FastAPI runs plain functions in threads, for the ledger.
+    # FastAPI runs plain functions in threads, so reading the ledger does not block.
 
     def __init__(self, runs: Runs, sessions: PageSessions) -> None:
         self._runs = runs

@@ -21,7 +21,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinkerscript.errors import EngineRequestError, WireError
 
 Reply = dict[str, Any] | Response | None
-"""None is an empty reply."""
+"""A JSON object, a whole response, or None for an empty reply."""
 
 FutureResult = tinker.SampleResponse | tinker.ForwardBackwardOutput | dict[str, Any]
 
@@ -107,7 +107,7 @@ def _datum(message: pb.Datum, where: str) -> tinker.Datum:
 
 
 def read_tensor(message: pb.Tensor, where: str) -> tinker.TensorData:
-    """Only one dimension. Raises EngineRequestError with `where`."""
+    """Read a one-dimensional tensor. Raises EngineRequestError with `where`."""
     shape = list(message.shape)
     if message.dtype not in _NUMPY_TYPES:
         raise EngineRequestError(f"{where}: dtype {message.dtype} is not float32 or int64")
@@ -158,7 +158,7 @@ def _tensor_json(values: NDArray[Any]) -> dict[str, Any]:
 
 
 def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
-    """One record, with a batched tensor per output field of the loss."""
+    """Write a record with a batched tensor per output field of the loss."""
     message = pb.ForwardBackwardOutput()
     message.loss_fn_output_type = output.loss_fn_output_type
     record = message.loss_fn_outputs.add()

@@ -101,7 +101,7 @@ class Sessions:
         return session
 
     def active(self, session_id: str) -> ClientSession:
-        """Count a heartbeat. Raises WireError 410 or 404."""
+        """Return an active session and count a heartbeat. Raises WireError 410 or 404."""
         session = self.get(session_id)
         if session.finished is not None:
             raise WireError(410, f"session_id: the session {session_id} has ended ({session.finished})")
@@ -136,7 +136,7 @@ class Sessions:
         return session, session.runs[run_id]
 
     def finish(self, session: ClientSession, how: str) -> None:
-        """The first reason is kept."""
+        """End a session. The first reason is kept."""
         if session.finished is None:
             session.finished = how
             self._last_seen.pop(session.session_id, None)
@@ -232,7 +232,7 @@ class Checkpoints:
         return {NOTE: json.dumps(asdict(checkpoint), indent=2) + "\n"}
 
     def find(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Raises WireError: 400 for a malformed path, 404 for a missing checkpoint."""
+        """Return a stored checkpoint. Raises WireError: 400 for a malformed path, 404 for a missing one."""
         run_id, kind, name = _parts(path, field)
         found = _read_checkpoint(self._root / _folder_name(run_id) / kind / name / NOTE)
         if found is None or found.expired(datetime.now(UTC)):
@@ -283,7 +283,7 @@ class Checkpoints:
 
 
 def _read_checkpoint(path: Path) -> Checkpoint | None:
-    # It may be deleted at any time.
+    # The file may be deleted at any time.
     try:
         return Checkpoint(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

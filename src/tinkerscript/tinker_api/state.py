@@ -42,15 +42,15 @@ class WireLimits:
 
     samplers: int = 32
     waiting_samples: int = 8192
-    """Unfinished sequences; 429 beyond it."""
+    """Unfinished sequences. Beyond it requests get a 429."""
 
     waiting_requests: int = 4096  # Of all kinds, until forgotten.
     body_bytes: int = 64 * 1024 * 1024
     poll_s: float = 30.0
-    """For a result, per request. The SDK gives up after 45 s."""
+    """How long one request waits for a result. The SDK gives up after 45 s."""
 
     session_timeout_s: float = 300.0
-    """A session without a heartbeat ends. The SDK sends one every 10 s."""
+    """A session ends after this time without a heartbeat. The SDK sends one every 10 s."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Pending:
 
 
 class Futures:
-    """Requests by id, for one event loop."""
+    """Requests by id. An instance belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -173,7 +173,7 @@ class Futures:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Blame the user or the server, in the SDK's form."""
+    """Return an error in the SDK's form, which blames the user or the server."""
     wrong_request = isinstance(error, EngineRequestError) or (
         isinstance(error, WireError) and error.status < 500
     )
@@ -194,13 +194,13 @@ class WireState:
         self._weights: OrderedDict[str, asyncio.Future[EmbeddedSamplingClient]] = OrderedDict()
 
     def check_model(self, name: str, *, field: str = "base_model") -> str:
-        """`name` may be the model's folder. Raises WireError."""
+        """Return the served model's name. `name` may be its folder. Raises WireError."""
         if name == self.name or Path(name).expanduser().resolve() == self.engine.folder.resolve():
             return self.name
         raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
 
     def checkpoint(self, path: str, *, field: str = "path") -> Checkpoint:
-        """The engine must be able to load it. Raises WireError 404, or 400 for the wrong kind."""
+        """Return a checkpoint that the engine can load. Raises WireError 404, or 400 for the wrong kind."""
         found = self.checkpoints.find(path, field=field)
         if (found.lora_config is not None) == self.engine.is_lora:
             return found
@@ -216,7 +216,7 @@ class WireState:
         )
 
     def run(self, model_id: str) -> Run:
-        """Count a heartbeat. Raises WireError 404 or 410."""
+        """Return a run in memory and count a heartbeat. Raises WireError 404 or 410."""
         if model_id in self.runs:
             self.sessions.active(self.runs[model_id].session_id)
             return self.runs[model_id]

@@ -43,7 +43,7 @@ TINKER_LOSSES = {
     "gspo": POLICY_INPUTS | {"sequence_ratio_mask"},
     "stable_reinforce": POLICY_INPUTS,
 }
-"""As Tinker's documentation lists them for each `loss_fn`."""
+"""The inputs that Tinker's documentation lists for each `loss_fn`."""
 
 STABLE_REINFORCE = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
 """`cispo` parameters for `stable_reinforce`, for which Tinker publishes no formula.
@@ -71,7 +71,7 @@ def _begin_run(
     lora_config: dict[str, Any] | None,
     source: tuple[Checkpoint, bool] | None,
 ) -> dict[str, str]:
-    """`source` is a checkpoint, and whether to load its optimizer state."""
+    """Start a run. `source` is a checkpoint, and whether to load its optimizer state."""
     model_id = f"{session.session_id}:train:{model_seq_id}"
     record = RunRecord(model_id, state.name, timestamp(), user_metadata, lora_config)
     key = (model_id, "create")
@@ -133,7 +133,7 @@ def _check_optimizer(config: types.OptimizerConfig | None) -> None:
 
 
 def _checked_lora(state: WireState, config: types.LoraConfig | None) -> dict[str, Any] | None:
-    """Return None if all weights train. Raises WireError with the field."""
+    """Return the run's `LoraConfig`, or None if all weights train. Raises WireError with the field."""
     config = config or types.LoraConfig(rank=DEFAULT_RANK)
     left_out = [name for name in LORA_PARTS.values() if not getattr(config, name)]
     if not state.engine.is_lora:
@@ -245,7 +245,7 @@ async def optim_step(state: WireState, request: types.OptimStepRequest) -> Reply
     async def work() -> FutureResult:
         response = await run.client.optim_step(params)
         if SKIPPED_STEPS in (response.metrics or {}):
-            # Without it clients would think the step was taken.
+            # Tinker has no metric for it, so clients would think the step was taken.
             raise EngineError("the gradient is not finite; the step was not taken")
         return {"metrics": response.metrics}
 

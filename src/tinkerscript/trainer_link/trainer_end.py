@@ -1,9 +1,8 @@
 """`TrainerLink`: the trainer's end of the link.
 
-Invariant: nothing important depends on a single message. The trainer repeats registrations, commits,
-cancellations and requests until they are confirmed, and the server repeats outcomes until the trainer has
-them. A link survives a restart of the server and its replacement at the same address: frames with a lower
-epoch than a known one are dropped.
+Nothing important depends on a single message: the trainer repeats registrations, commits, cancellations and
+requests until they are confirmed, and the server repeats outcomes. A link survives a restart of the server and
+its replacement at the same address: frames with a lower epoch than a known one are dropped.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class _Registration:
 
 
 class TrainerLink:
-    """A DEALER socket that sends heartbeats, registers episodes, serves samples, receives outcomes and
-    writes to the ledger.
+    """Registers episodes, serves samples, receives outcomes and writes to the ledger.
 
         async with TrainerLink(address, trainer_id=uuid, model="tiny", sampler=engine.sample) as link:
             history = await link.resume(checkpoints=[])
