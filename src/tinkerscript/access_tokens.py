@@ -99,7 +99,7 @@ def _mac(secret: bytes, purpose: bytes, episode_uuid: str, attempt: int) -> byte
 
 
 def verify_key(secret: bytes, key: str) -> ClaimId | None:
-    """Return None if this server did not issue the key."""
+    """Return the claim, or None if this server did not issue the key."""
     claim = _parse_key(key)
     if claim is None:
         return None
@@ -235,7 +235,7 @@ class ClaimKeys:
         return key
 
     def alias(self, episode_uuid: str, attempt: int) -> str | None:
-        """Return None if clients need tokens."""
+        """Return a claim's alias, or None if clients need tokens."""
         return claim_alias(self._secret, episode_uuid, attempt) if self._roles.are_open else None
 
     def gateway(self, episode_uuid: str, attempt: int, *, of: int) -> int:
@@ -247,7 +247,7 @@ class ClaimKeys:
         return int.from_bytes(digest[:8]) % of + 1
 
     def opened_by(self, key: str) -> ClaimId | None:
-        """Return None if this server did not issue the key."""
+        """Return the claim, or None if this server did not issue the key."""
         claim = self._opened.get(key)
         if claim is None and (claim := verify_key(self._secret, key)) is not None:
             self._remember(key, claim)

@@ -41,7 +41,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 def read_server_info(run_dir: Path) -> ServerInfo | None:
-    """Return None if `server.json` is missing or unreadable."""
+    """Return `server.json`, or None if it is missing or unreadable."""
     try:
         return msgspec.json.decode((run_dir / SERVER_FILE).read_bytes(), type=ServerInfo)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -132,7 +132,7 @@ def _port_of(url: str) -> int:
 
 
 def moved_to(config: InterchangeConfig, url: str) -> str:
-    """Mention it if the server did not get the default port."""
+    """Return a remark if the server did not get the default port, otherwise ""."""
     is_moved = config.interchange_server_port == "auto" and _port_of(url) != DEFAULT_PORT
     return f" (port {DEFAULT_PORT} was in use)" if is_moved else ""
 
@@ -201,9 +201,9 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def socket_path(run_dir: Path, name: str) -> Path:
-    """Use a private temporary folder if the run folder's path is too long.
+    """Return a path in the run folder, or in a private temporary folder if that is too long.
 
-    Raises ConfigError if that folder is not private.
+    Raises ConfigError if the temporary folder is not private.
     """
     path = run_dir.absolute() / name
     if len(os.fsencode(path)) < MAX_IPC_BYTES:

@@ -104,7 +104,7 @@ class Caller:
         return self._disconnected
 
     async def is_disconnected(self) -> bool:
-        """Call it before the reply."""
+        """Return whether the caller is gone. Call it before the reply, after which it is always true."""
         if self._disconnected is None:
             await asyncio.wait((self.disconnected(),), timeout=0)
         return self.disconnected().done()
@@ -115,9 +115,9 @@ class Caller:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return None and cancel `work` if the caller disconnects first."""
+        """Return the result of `work`, or None if the caller disconnects, which cancels it."""
         disconnected, working = self.disconnected(), True
-        # Without the loop, it would take a system call in Python 3.11.
+        # Without the loop, this would take a system call in Python 3.11.
         this = asyncio.current_task(disconnected.get_loop())
         assert this is not None
         if disconnected.done():

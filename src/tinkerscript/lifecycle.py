@@ -32,8 +32,11 @@ COLLECTOR_THRESHOLDS = (100, 0, 1_000_000_000)
 
 
 def exit_disk_full() -> NoReturn:
-    """Drop standard output and error first: Python would flush them at exit, and return 120 if the log is on
-    the full disk."""
+    """Exit with `DISK_FULL`.
+
+    Python would flush standard output and error at exit, and return 120 if the log is on the full disk, so
+    both are dropped first.
+    """
     sys.stdout = sys.stderr = None
     raise SystemExit(DISK_FULL)
 

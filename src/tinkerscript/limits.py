@@ -34,7 +34,7 @@ class Bound(NamedTuple):
     code: str = "limit_exceeded"
 
     def check(self, amount: int, where: str = "") -> None:
-        """Raise GatewayError beyond the limit. `where`: in the request."""
+        """Raise GatewayError beyond the limit. `where` is the place in the request."""
         if amount > self.limit:
             raise self.refusal(amount, where)
 
@@ -188,12 +188,12 @@ REASON_CHARS = 4000  # Of errors and failures.
 CLAIMED_BYTES = 2**24  # Payloads in one claim reply; the next request gets the rest.
 PIPELINED = 16  # Queued requests, before a connection is closed.
 
-# For `previous_response_id` of a served model, least recently used first to go.
+# Responses of a served model, for `previous_response_id`. The least recently used go first.
 KEPT_CALLS = 10_000
 KEPT_BYTES = 2**28
 KEPT_S = 86_400  # Since the last use.
 
-LOG_LINES = 100  # Per minute and kind; the last one says so.
+LOG_LINES = 100  # Warnings per minute and kind; the last one says so.
 LOG_CHARS = 4000  # Of a message.
 
 

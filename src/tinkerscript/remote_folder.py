@@ -43,7 +43,7 @@ FOLDERS = ("rollouts", "inspect")  # Their files never change.
 
 Position = tuple[int, int]  # A ledger's trainer starts and steps.
 NOWHERE: Position = (0, 0)
-POSITION = "position.json"  # Names the position of the ledger at the URL.
+POSITION = "position.json"  # At the URL: the position of the ledger there.
 
 ATTEMPTS = 5  # Then the run continues without it.
 UPLOAD_PAUSE_S = 1.0  # Doubled after each attempt.
@@ -59,7 +59,7 @@ def is_url(text: str) -> bool:
 
 
 def name_of(url: str) -> str:
-    """Return the last part, which names the local folder."""
+    """Return a URL's last part, which names the local folder."""
     return url.rstrip("/").rpartition("/")[2]
 
 

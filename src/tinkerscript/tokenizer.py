@@ -31,7 +31,7 @@ from tinkerscript.rollouts.call import vocabulary_fingerprint
 THINK_START, THINK_END = "<think>", "</think>"  # Of Qwen and most others.
 
 MARK = "\ufdd0"  # A Unicode noncharacter.
-ESCAPED_MARK = "\\ufdd0"  # From renderers that escape JSON.
+ESCAPED_MARK = "\\ufdd0"  # Some renderers write it; `encode` could not undo it.
 
 _SHORT_TEXT = 12  # Such texts are cached; all prompts share role names and line breaks.
 _SHORT_TEXTS = 1024
@@ -56,11 +56,11 @@ class SpecialTokenEscaper:
         self._splits = re.compile("|".join(patterns) or r"(?!)")
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the same list if nothing is special."""
+        """Mark special tokens in texts. Returns the same list if there are none."""
         return self.marked([self._unescaped(message) for message in messages], messages)
 
     def marked(self, value: T, original: T) -> T:
-        """Return `original` if nothing is special."""
+        """Mark special tokens. Returns `original` if there are none."""
         if not self._found.search(msgspec.json.encode(value)):
             return original
         return cast("T", _mapped(value, self._mark))
@@ -209,7 +209,7 @@ class LightTokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
-        """Return None for an unknown piece."""
+        """Return the id of a vocabulary piece, or None if unknown."""
         if isinstance(tokens, str):
             return self._tokenizer.token_to_id(tokens)
         return [self._tokenizer.token_to_id(token) for token in tokens]

@@ -36,7 +36,7 @@ _forced: ContextVar[tuple[int, int] | None] = ContextVar("ids of the next span",
 
 
 def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, exporter: Any = None) -> None:
-    """Do nothing without `exporter` or the environment's variables."""
+    """Export spans to `exporter`, or where the environment says, or nowhere."""
     global _tracer
     is_wanted = any(environ.get(name) for name in COLLECTOR_VARIABLES)
     if exporter is None and (not is_wanted or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"):

@@ -50,7 +50,7 @@ def is_version(name: str) -> bool:
 
 
 def write_manifest(folder: Path) -> str:
-    """Return the digest for the weights' name."""
+    """Write the weights' manifest. Returns the digest for their name."""
     digests: dict[str, str] = {}
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob(ADAPTER_FILE))):
         with path.open("rb") as file:

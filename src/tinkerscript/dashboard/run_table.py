@@ -144,9 +144,8 @@ class RunTable:
         self.steps, self._step = steps, done
 
     def step(self, step: int, metrics: Metrics, now: float) -> None:
-        if (
-            not self._ends and self.batch_began > self.began
-        ):  # The batch of an earlier evaluation does not count.
+        # The pace starts with the first step's batch, after any evaluation.
+        if not self._ends and self.batch_began > self.began:
             self._ends.append((self._step, self.batch_began))
         self._step = step
         self._ends.append((step, now))

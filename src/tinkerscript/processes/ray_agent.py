@@ -31,11 +31,9 @@ HEAD_TIMEOUT_S = 10
 
 PARENT_POLL_S = 5.0
 
-STARTING_NOTE_S = 15.0
-# After this long without room, tell the user.
+STARTING_NOTE_S = 15.0  # After this long without room, we tell the user.
 
-UNAVAILABLE_S = 20.0
-# Without an answer; then an actor counts as dead.
+UNAVAILABLE_S = 20.0  # An actor that does not answer for this long counts as dead.
 
 # Ray reports these facts about every dead actor.
 _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
@@ -43,8 +41,7 @@ _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
 KILL_S = 2.0
 
 READ_BYTES = 65536
-OBJECT_STORE_BYTES = 100 * 2**20
-# A private Ray's; the run does not use it.
+OBJECT_STORE_BYTES = 100 * 2**20  # Of a private Ray; the run does not use it.
 
 # Ray reads these variables at import.
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_TIMEOUT_S))

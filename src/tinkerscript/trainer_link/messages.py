@@ -59,9 +59,7 @@ class Hello(Tagged, frozen=True):
     position: int = -1
     """End number of the trainer's last outcome; -1 if it takes none yet."""
 
-    number: int = 0
-    # Increases; `Welcome` repeats it.
-
+    number: int = 0  # Increases; `Welcome` repeats it.
     started_ns: int = 0
     """In Unix nanoseconds. The latest trainer owns the server; an older one's late frame changes nothing."""
 
@@ -227,8 +225,7 @@ class Resumed(Tagged, frozen=True):
 class RequestFailed(Tagged, frozen=True):
     request_id: int
     reason: str
-    is_config: bool = False
-    # The user must change something first.
+    is_config: bool = False  # The user must change something first.
 
 
 class Tallied(Tagged, frozen=True):

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerEvent(Enum):
-    CONNECTED = auto()  # Perhaps again, after missing messages.
+    CONNECTED = auto()  # For the first time or again.
     SILENT = auto()  # For `LinkTimes.silence_s`.
     LOST = auto()  # For longer than `LinkTimes.grace_s`.
 

@@ -1,8 +1,8 @@
 """`TrainerLink`: the trainer's end of the link.
 
 Nothing important depends on a single message: the trainer repeats registrations, commits, cancellations and
-requests until they are confirmed, and the server repeats outcomes. A link survives a restart of the server and
-its replacement at the same address: frames with a lower epoch than a known one are dropped.
+requests until they are confirmed, and the server repeats outcomes. A link survives a server's restart and
+replacement: frames with a lower epoch than a known one are dropped.
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ class TrainerLink:
             self._outbox.put(Register(episodes=chunk))
 
     def _on_unsendable(self, reason: str, detail: str, message: Tagged) -> None:
-        # Some call waits for this message's effect.
+        # Some call waits for an effect of this message, which will never come.
         logger.error("link.drop reason=%s detail=%s", reason, detail)
         if isinstance(message, Sampled | SampleProgress | Metrics):
             return  # The server times out the sample.
