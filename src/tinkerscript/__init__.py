@@ -1,7 +1,7 @@
 """TinkerScript: reinforcement learning for agents whose rollouts are ordinary programs.
 
-Import what you need from its packages: `tinkerscript.client` on a rollout machine, `tinkerscript.train`
-next to the weights. This module imports nothing.
+Import from its packages: `tinkerscript.client` on a rollout machine, `tinkerscript.train` next to the
+weights. This module imports nothing.
 """
 
 __all__ = ["__version__"]
@@ -10,7 +10,7 @@ __version__: str
 
 
 def __getattr__(name: str) -> str:
-    """`__version__`, which is looked up at first use: reading it takes longer than starting a command."""
+    # Reading the version takes longer than starting a command.
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib.metadata import version

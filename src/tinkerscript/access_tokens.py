@@ -1,7 +1,7 @@
-"""Authorization: the server's secret, the key of each claim, and the tokens of the two roles.
+"""Authorization: the server's secret, claim keys, and the tokens of the two roles.
 
-Invariant: a claim's key is an HMAC of (episode, attempt) under the server's secret. Because it is
-derived, it survives a restart and is not stored. It is compared in constant time and never logged.
+A claim's key is an HMAC of (episode, attempt) under the server's secret: it survives a restart without being
+stored. It is compared in constant time and never logged.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ KEY_PREFIX = "ts-"
 CLIENT_TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 ADMIN_TOKEN = "TINKERSCRIPT_ADMIN_TOKEN"
 
-FILE_SUFFIX = "_FILE"  # A variable `<name>_FILE` names a file with the token.
+FILE_SUFFIX = "_FILE"  # Such a variable names a file with the token.
 
-# A child process inherits these variables only if it needs them.
+# Child processes inherit them only if needed.
 TOKEN_VARIABLES = frozenset(
     f"{name}{suffix}" for name in (ADMIN_TOKEN, CLIENT_TOKEN) for suffix in ("", FILE_SUFFIX)
 )
 
-MIN_TOKEN_CHARS = 16  # Required on addresses that other machines can reach.
+MIN_TOKEN_CHARS = 16  # On addresses that other machines can reach.
 
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 4096
 
-# Enough for an episode uuid of 200 characters of four bytes each.
+# Enough for an episode uuid of 200 four-byte characters.
 _MAX_KEY_CHARS = 1200
 
 _KEYS_REMEMBERED = 16_384
@@ -56,9 +56,9 @@ class ClaimId(NamedTuple):
 
 
 def load_secret(path: Path) -> bytes:
-    """Return the 32-byte secret in `path`, created on first use with mode 0600.
+    """Return the 32-byte secret in `path`, created at first use with mode 0600.
 
-    Raises ConfigError for other content, or if another user owns or can read the file.
+    Raises ConfigError for other content, or a file that another user owns or can read.
     """
     if not path.exists():
         _make_secret(path)
@@ -74,7 +74,7 @@ def load_secret(path: Path) -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    # A link never exists half written, and of two servers the first wins.
+    # Never half written; of two servers the first wins.
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -88,7 +88,7 @@ def _make_secret(path: Path) -> None:
 
 
 def claim_key(secret: bytes, episode_uuid: str, attempt: int) -> str:
-    """Return the API key of a claim: `ts-<episode>.<attempt>.<mac>` as base64url, decimal and base64url."""
+    """Return `ts-<episode>.<attempt>.<mac>`, in base64url, decimal and base64url."""
     mac = _mac(secret, b"tinkerscript claim", episode_uuid, attempt)
     return f"{KEY_PREFIX}{_b64(episode_uuid.encode())}.{attempt}.{_b64(mac)}"
 
@@ -99,7 +99,7 @@ def _mac(secret: bytes, purpose: bytes, episode_uuid: str, attempt: int) -> byte
 
 
 def verify_key(secret: bytes, key: str) -> ClaimId | None:
-    """Return the claim that `key` opens, or None if this server did not issue it."""
+    """Return the claim, or None if this server did not issue the key."""
     claim = _parse_key(key)
     if claim is None:
         return None
@@ -108,10 +108,8 @@ def verify_key(secret: bytes, key: str) -> ClaimId | None:
 
 
 def claim_alias(secret: bytes, episode_uuid: str, attempt: int) -> str:
-    """Return the name of a claim for a client that sends no key: `<episode>~<attempt>~<mac>`.
-
-    Such a client uses it as the episode's uuid. Like a key, it cannot be guessed.
-    """
+    """Return `<episode>~<attempt>~<mac>`, which a client without a key uses as the episode's uuid. It cannot
+    be guessed."""
     mac = _mac(secret, b"tinkerscript alias", episode_uuid, attempt)
     return f"{episode_uuid}~{attempt}~{_b64(mac[:16])}"
 
@@ -144,7 +142,7 @@ def _b64(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The tokens of the two roles. None means that the role needs no token, as on a local server."""
+    """The tokens of both roles. A role without one admits everyone, as on a local server."""
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
@@ -152,11 +150,10 @@ class Roles:
 
     @staticmethod
     def of(section: InterchangeConfig, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
-        """Return the roles of a server, with tokens from the environment or from files named there.
+        """Read the tokens from the environment or from files named there.
 
-        A server that only serves a model has no admin, so that a missing admin token is replaced by a
-        random one. Raises ConfigError if a required token is missing, too short, or in a file that
-        others can read.
+        A server that only serves a model needs no admin, so a missing admin token becomes a random one.
+        Raises ConfigError if a required token is missing, too short, or in a file that others can read.
         """
         client, admin = read_token(environ, CLIENT_TOKEN), read_token(environ, ADMIN_TOKEN)
         if serve_model and client is not None and admin is None:
@@ -174,24 +171,23 @@ class Roles:
 
     @property
     def are_open(self) -> bool:
-        """Whether no token is needed, so that clients of the first version may participate."""
+        """Return whether clients of the first version may participate too."""
         return self.client_token is None
 
     def check(self, role: Role, scope: Scope) -> None:
-        """Check the `Authorization` header of an HTTP request. Raises like `require`."""
+        """Raises like `require`."""
         self.require(role, authorization_of(scope))
 
     def account(self, scope: Scope) -> str:
-        """Return the name of the client with the request's token, or an empty string for a shared token."""
+        """Return the client's name, or "" for a shared token."""
         return self._account_of(authorization_of(scope)) if self.accounts else ""
 
     def _account_of(self, authorization: str) -> str:
         token = authorization.removeprefix("Bearer ").encode()
-        # All tokens are compared, so that the duration reveals nothing about them.
+        # Compare all tokens, so that timing reveals nothing.
         return next(iter([name for name, own in self.accounts.items() if _same(own, token)]), "")
 
     def grants(self, role: Role, authorization: str) -> bool:
-        """Return whether an `Authorization` header grants `role`."""
         try:
             self.require(role, authorization)
         except UnauthorizedError:
@@ -199,10 +195,9 @@ class Roles:
         return True
 
     def require(self, role: Role, authorization: str) -> None:
-        """Check an `Authorization` header. The admin token grants the client role too.
+        """Check an `Authorization` header. The admin token also grants the client role.
 
-        Raises UnauthorizedError 401 for a missing or wrong token, and 403 for a client token on an
-        admin route.
+        Raises UnauthorizedError: 401 for a missing or wrong token, 403 for a client token on an admin route.
         """
         needed = self.client_token if role == "client" else self.admin_token
         if needed is None:
@@ -224,15 +219,14 @@ def authorization_of(scope: Scope) -> str:
     return next(values, b"").decode("latin-1")
 
 
-CLAIM = "tinkerscript.claim"  # Scope key under which `ClaimKeys.authorize` stores the claim.
+CLAIM = "tinkerscript.claim"  # In a request's scope.
 
 
 class ClaimKeys:
     def __init__(self, secret: bytes, roles: Roles) -> None:
         self._secret = secret
         self._roles = roles
-        # Recently used keys, the oldest first. Only valid keys are stored, so that attackers cannot
-        # displace them, and a key's claim never changes.
+        # Least recently used first. Only valid keys, so attackers cannot displace them.
         self._opened: dict[str, ClaimId] = {}
 
     def key(self, episode_uuid: str, attempt: int) -> str:
@@ -241,20 +235,19 @@ class ClaimKeys:
         return key
 
     def alias(self, episode_uuid: str, attempt: int) -> str | None:
-        """Return the name of a claim for a client without keys, or None if clients need tokens."""
+        """Return a claim's alias, or None if clients need tokens."""
         return claim_alias(self._secret, episode_uuid, attempt) if self._roles.are_open else None
 
     def gateway(self, episode_uuid: str, attempt: int, *, of: int) -> int:
-        """Return which of the gateway processes 1 to `of` owns a claim.
+        """Return which gateway process, 1 to `of`, owns a claim.
 
-        It depends on the secret, so that it survives a restart or takeover and cannot be chosen through
-        episode names.
+        The secret decides, so it survives a restart or takeover, and episode names cannot steer it.
         """
         digest = _mac(self._secret, b"tinkerscript gateway", episode_uuid, attempt)
         return int.from_bytes(digest[:8]) % of + 1
 
     def opened_by(self, key: str) -> ClaimId | None:
-        """Return the claim that `key` opens, or None if this server did not issue it."""
+        """Return the claim, or None if this server did not issue the key."""
         claim = self._opened.get(key)
         if claim is None and (claim := verify_key(self._secret, key)) is not None:
             self._remember(key, claim)
@@ -269,9 +262,9 @@ class ClaimKeys:
         return verify_alias(self._secret, alias)
 
     def authorize(self, scope: Scope) -> None:
-        """Store the claim of a request's key in its scope, or None without a key if clients need no token.
+        """Store the claim of the request's key in its scope, or None if clients need no token.
 
-        Raises UnauthorizedError 401 for a key without a claim, and 403 for a role's token.
+        Raises UnauthorizedError: 401 for a key without a claim, 403 for a role's token.
         """
         authorization = authorization_of(scope)
         claim = self.opened_by(authorization.removeprefix("Bearer "))
@@ -284,7 +277,7 @@ class ClaimKeys:
         scope[CLAIM] = claim
 
     def claim_of(self, scope: Scope, episode_uuid: str) -> ClaimId:
-        """Return the claim of an authorized request that names `episode_uuid`, or nothing.
+        """Return an authorized request's claim. `episode_uuid` may be an alias or empty.
 
         Raises UnauthorizedError 401 without a key or alias, and NotTheOwnerError if they disagree.
         """
@@ -306,9 +299,9 @@ SEND_KEY = "send the claim's openai_api_key as 'Authorization: Bearer KEY'"
 
 
 def read_token(environ: Mapping[str, str], name: str) -> str | None:
-    """Return the token in the variable `name` or in the file that `<name>_FILE` names, or None.
+    """Return the token in `name`, or in the file that `<name>_FILE` names.
 
-    Raises ConfigError if both are set, and for a file that is empty or readable by others.
+    Raises ConfigError if both are set, or the file is empty or readable by others.
     """
     token, path = environ.get(name) or None, environ.get(f"{name}{FILE_SUFFIX}") or None
     if token is not None and path is not None:
@@ -331,7 +324,7 @@ def _token_in(path: Path, variable: str) -> str:
 
 
 def _check_tokens(setting: str, tokens: Mapping[str, str | None]) -> None:
-    """Raise ConfigError unless both tokens are set and long enough, because others can reach the server."""
+    """Raise ConfigError for a missing or short token."""
     where = f"interchange_server.{setting} is reachable from other machines, so"
     missing = [name for name, token in tokens.items() if token is None]
     if missing:
@@ -349,7 +342,7 @@ def _check_tokens(setting: str, tokens: Mapping[str, str | None]) -> None:
 def _account_tokens(
     section: InterchangeConfig, environ: Mapping[str, str], client: str | None, admin: str | None
 ) -> dict[str, str]:
-    """Return the tokens of `interchange_server.clients` by name. Raises ConfigError."""
+    """Raises ConfigError."""
     if section.clients and client is None:
         raise ConfigError(
             f"interchange_server.clients: set {CLIENT_TOKEN} and {ADMIN_TOKEN}; without them anyone may enter"
@@ -376,7 +369,7 @@ def _same(known: str | None, token: bytes) -> bool:
 
 
 def reached_through(section: InterchangeConfig) -> str:
-    """Return the setting through which other machines reach the server, or an empty string."""
+    """Return the setting that lets other machines reach the server, or ""."""
     public = urlsplit(section.public_base_url).hostname
     if not is_loopback(section.interchange_server_host):
         return f"interchange_server_host: {section.interchange_server_host!r}"

@@ -1,7 +1,6 @@
 """The server's addresses: its HTTP socket, its link, and `server.json` with both.
 
-Invariant: a restarted server takes its previous addresses if they are free, so that clients and the
-trainer find it again.
+A restarted server takes its former addresses if they are free, so clients and trainer find it again.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from tinkerscript.trainer_link.server_end import ServerLink
 
 SERVER_FILE = "server.json"
 
-PAGE_PORT = 10085  # Preferred port of a page. Gateway processes use the ports above the server's 10086.
-ADAPTERS_FOLDER = "adapters"  # In the run's folder: adapter versions for replicas.
+PAGE_PORT = 10085  # Gateway processes use the ports after the server's 10086.
+ADAPTERS_FOLDER = "adapters"  # In the run's folder.
 BACKLOG = 2048
-MAX_IPC_BYTES = 100  # Maximum length of a socket's path; the kernel allows 107.
+MAX_IPC_BYTES = 100  # The kernel allows 107.
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -36,18 +35,13 @@ class ServerInfo(msgspec.Struct, frozen=True):
     link_address: str
     pid: int
     server_id: str
-    link_keys: str = ""
-    """The folder of the link's keys, empty for a link without keys."""
-
-    certificate: str = ""
-    """The PEM file of the HTTPS certificate, empty for HTTP."""
-
-    gateway_ports: tuple[int, ...] = ()
-    """The ports of the gateway processes, empty if the server answers model calls itself."""
+    link_keys: str = ""  # Folder; empty without keys.
+    certificate: str = ""  # PEM file; empty for HTTP.
+    gateway_ports: tuple[int, ...] = ()  # Empty if the server answers model calls itself.
 
 
 def read_server_info(run_dir: Path) -> ServerInfo | None:
-    """Return the `server.json` of the folder's last server, or None if it is missing or unreadable."""
+    """Return `server.json`, or None if it is missing or unreadable."""
     try:
         return msgspec.json.decode((run_dir / SERVER_FILE).read_bytes(), type=ServerInfo)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -55,11 +49,10 @@ def read_server_info(run_dir: Path) -> ServerInfo | None:
 
 
 def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.socket:
-    """Return a listening socket for the server.
+    """Return the server's listening socket.
 
-    Ports 0 and `auto` prefer the previous server's port, and `auto` then `DEFAULT_PORT`. If that port
-    is in use they take a free one, except `auto` with a `public_base_url`, which clients already know.
-    Raises ConfigError with the port and the config key.
+    Ports 0 and `auto` prefer the former port, and `auto` then `DEFAULT_PORT`. If that is in use they take a
+    free one, except `auto` with a `public_base_url`, which clients already know. Raises ConfigError.
     """
     host, port = config.interchange_server_host, config.interchange_server_port
     former = _port_of(previous.url) if previous is not None else 0
@@ -75,10 +68,10 @@ def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.
 def bind_gateways(
     config: InterchangeConfig, number: int, port: int, previous: ServerInfo | None
 ) -> Generator[list[socket.socket]]:
-    """Yield listening sockets for `number` gateway processes.
+    """Yield `number` listening sockets.
 
-    They take their former ports, at first those after the server's `port`. If one is in use they take a
-    free port, except with a `public_base_url`. Raises ConfigError.
+    They take their former ports, at first those after the server's `port`, or free ones if those are in use
+    and there is no `public_base_url`. Raises ConfigError.
     """
     host = config.interchange_server_host
     former = previous.gateway_ports if previous is not None else ()
@@ -98,7 +91,7 @@ def bind_gateways(
 
 
 def listen_near(host: str, port: int) -> socket.socket:
-    """Return a listening socket at `port`, or at a free port if it is in use. Raises OSError."""
+    """Listen at `port`, or else at a free port. Raises OSError."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -109,8 +102,8 @@ def listen_near(host: str, port: int) -> socket.socket:
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets created with IPPROTO_TCP. Without it every reply waits 40 ms
-    # for a delayed acknowledgment.
+    # asyncio sets TCP_NODELAY only on IPPROTO_TCP sockets. Without it replies wait 40 ms for delayed
+    # acknowledgments.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -139,13 +132,12 @@ def _port_of(url: str) -> int:
 
 
 def moved_to(config: InterchangeConfig, url: str) -> str:
-    """Return a remark for a server that did not get the default port, otherwise an empty string."""
+    """Return a remark if the server did not get the default port, otherwise ""."""
     is_moved = config.interchange_server_port == "auto" and _port_of(url) != DEFAULT_PORT
     return f" (port {DEFAULT_PORT} was in use)" if is_moved else ""
 
 
 def http_url(listener: socket.socket, *, tls: bool = False) -> str:
-    """Return the URL of the socket for this machine."""
     name: tuple[str, int] = listener.getsockname()[:2]
     host, port = name
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -154,7 +146,7 @@ def http_url(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def remote_url(url: str, host: str) -> str:
-    """Return `url` of a server that is bound to `host` as other machines see it."""
+    """Return the URL that other machines use for a server bound to `host`."""
     if host not in ("0.0.0.0", "::"):
         return url
     return f"http://{socket.gethostname()}:{_port_of(url)}"
@@ -166,10 +158,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 def bind_link(
     link: ServerLink, config: InterchangeConfig, run_dir: Path, previous: ServerInfo | None
 ) -> tuple[str, str]:
-    """Bind the link. Returns its address for this machine, and the folder of its keys or "".
-
-    Raises ConfigError.
-    """
+    """Return the link's address here, and its keys' folder or "". Raises ConfigError."""
     if config.interchange_method == "ipc":
         return link.bind(f"ipc://{socket_path(run_dir, 'link.ipc')}"), ""
     host = _ip_address(config.link_host)
@@ -184,15 +173,14 @@ def bind_link(
 
 
 def needs_link_keys(config: InterchangeConfig) -> bool:
-    """Return whether the link is encrypted. TCP always is, because every user may connect to a loopback
-    address."""
+    """Any user may connect to a loopback address, so TCP always needs keys."""
     return config.interchange_method == "tcp"
 
 
 def _bind_tcp(
     link: ServerLink, name: str, port: int, previous: ServerInfo | None, keys: ServerKeys | None
 ) -> str:
-    # Port 0 takes the previous server's port if it is free, otherwise any free port.
+    # Port 0 prefers the former port.
     former = _port_of(previous.link_address) if previous is not None and port == 0 else 0
     if former:
         try:
@@ -213,7 +201,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def socket_path(run_dir: Path, name: str) -> Path:
-    """Return the path of a socket in the run folder, or in a private temporary folder if it is too long.
+    """Return a path in the run folder, or in a private temporary folder if that is too long.
 
     Raises ConfigError if the temporary folder is not private.
     """

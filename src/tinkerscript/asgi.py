@@ -1,9 +1,8 @@
-"""ASGI parts of every HTTP endpoint: `Caller` for model requests, routes in front of FastAPI, refusals,
-the body limit, and `SiteGuard` against web pages of other sites.
+"""Parts of every HTTP endpoint: `Caller`, direct routes, refusals, the body limit, and `SiteGuard`.
 
-Invariants: a request gets one reply, and no status after the first event of a stream. Every refusal has
-a status for the caller's retry logic and a reason in words, as a `RefusalResponse` or, under a given
-path prefix, as the error object of that API. A refusal that asks for a retry gives the time.
+A request gets one reply, and no status after a stream's first event. Every refusal has a reason and a status
+for the caller's retry logic, as a `RefusalResponse` or, under given path prefixes, in another API's form. If
+it asks for a retry, it says when.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-COMMENT_EVERY_S = 10.0  # A silent stream sends a comment this often, so that proxies keep it open.
+COMMENT_EVERY_S = 10.0  # So that proxies keep a silent stream open.
 KEEP_ALIVE = b": ping\n\n"
 
 CLIENT_CLOSED_REQUEST = 499
@@ -58,7 +57,7 @@ _EVENT_HEADERS = [
 ]
 
 
-LOST = "tinkerscript.lost"  # Scope key of a future that completes when the connection is lost.
+LOST = "tinkerscript.lost"  # In a scope: a future that ends with the connection.
 
 
 class CallerDisconnectedError(Exception): ...
@@ -69,46 +68,43 @@ class Caller:
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
         }
-        """The headers by lower-case name. Of equal names the first counts."""
+        """By lower-case name. Of equal names the first counts."""
 
         self.streaming = False
-        """Whether events were sent, after which an error must be an event too."""
+        """Events were sent, so an error must be an event too."""
 
         self._disconnected: asyncio.Future[None] | None = scope.get(LOST)
-        # A task that watches for a disconnect, if the scope has no `LOST`.
+        # Without `LOST`, it watches for a disconnect.
         self._watching: asyncio.Task[None] | None = None
         self._receive = receive
         self._send = send
 
     @property
     def key(self) -> str:
-        """The API key as OpenAI's or Anthropic's clients send it, or an empty string."""
+        """Return the API key as OpenAI's or Anthropic's clients send it, or ""."""
         if given := self.headers.get("x-api-key", "").strip():
             return given
         scheme, _, key = self.headers.get("authorization", "").partition(" ")
         return key.strip() if scheme.lower() == "bearer" else ""
 
     async def body(self) -> bytes:
-        """Read the whole body. Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
+        """Return the whole body. Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
         try:
             return await _whole_body(self._receive)
         except ClientDisconnect as error:
             raise CallerDisconnectedError from error
-        except HTTPException as error:  # From the limit on request bodies.
+        except HTTPException as error:  # From the body limit.
             raise GatewayError(error.status_code, "request_too_large", error.detail) from error
 
     def disconnected(self) -> asyncio.Future[None]:
-        """Return a future that completes when the caller disconnects.
-
-        It may outlive the request, so remove your callbacks.
-        """
+        """Return a future that completes when the caller disconnects. It may outlive the request, so remove
+        your callbacks."""
         if self._disconnected is None:
             self._disconnected = self._watching = asyncio.create_task(_until_disconnect(self._receive))
         return self._disconnected
 
     async def is_disconnected(self) -> bool:
-        """Return whether the caller has disconnected. Call it before the reply, after which the result is
-        always true."""
+        """Return whether the caller is gone. Call it before the reply, after which it is always true."""
         if self._disconnected is None:
             await asyncio.wait((self.disconnected(),), timeout=0)
         return self.disconnected().done()
@@ -119,9 +115,9 @@ class Caller:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`, or cancel `work` and return None if the caller disconnects first."""
+        """Return the result of `work`, or None if the caller disconnects, which cancels it."""
         disconnected, working = self.disconnected(), True
-        # The loop is given, because finding it takes a system call in Python 3.11.
+        # Without the loop, this would take a system call in Python 3.11.
         this = asyncio.current_task(disconnected.get_loop())
         assert this is not None
         if disconnected.done():
@@ -129,7 +125,7 @@ class Caller:
             return None
 
         def cancel(_: asyncio.Future[None]) -> None:
-            if working:  # The work may have ended before the loop runs this callback.
+            if working:  # The work may have ended meanwhile.
                 this.cancel()
 
         disconnected.add_done_callback(cancel)
@@ -146,16 +142,15 @@ class Caller:
     async def reply(
         self, body: bytes, *, status: int = 200, headers: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Send the whole reply, which is JSON."""
         await _send_json(self._send, body, status, headers)
 
     async def refuse(self, status: int, body: bytes) -> None:
-        """Send an error with the headers that control the client's retries."""
+        """Send an error that controls the client's retries."""
         headers: dict[str, str] = {}
         if status in (429, 503):
             headers["Retry-After"] = str(RETRY_AFTER_S)
         if status == 409:
-            # Without it OpenAI's clients retry a 409.
+            # Otherwise OpenAI's clients retry a 409.
             headers["x-should-retry"] = "false"
         await self.reply(body, status=status, headers=headers)
 
@@ -170,7 +165,7 @@ class Caller:
 
 
 async def _whole_body(receive: Receive) -> bytes:
-    """Read the body. Raises ClientDisconnect, and everything that `receive` raises."""
+    """Raises ClientDisconnect."""
     parts = list[bytes]()
     while True:
         message = await receive()
@@ -189,15 +184,12 @@ async def _send_json(send: Send, body: bytes, status: int, headers: Mapping[str,
 
 
 async def _until_disconnect(receive: Receive) -> None:
-    # A method would create a reference cycle per request: the caller would own the task, and the task the
-    # caller.
+    # A method would create a reference cycle per request.
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class WholeReply(NamedTuple):
-    """A complete reply with lower-case header names."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -206,10 +198,9 @@ class WholeReply(NamedTuple):
 async def ask(
     app: ASGIApp, method: str, url: str, headers: Mapping[str, str], body: bytes | None
 ) -> WholeReply:
-    """Return the reply of an app in this process. Cancelling the call disconnects.
+    """Ask an app in this process. Cancelling the call disconnects.
 
-    An app answers a defect with status 500 and raises it again for the HTTP server. Here it is logged,
-    and the reply is returned.
+    A defect is logged, not raised; the app has answered it with status 500.
     """
     asked = urlsplit(url)
     named = {"host": asked.netloc, **{name.lower(): value for name, value in headers.items()}}
@@ -257,7 +248,7 @@ Responder = Callable[[Caller], Awaitable[None]]
 
 
 class Deferred(Response):
-    """A FastAPI response that lets a responder send the reply, while FastAPI documents the route."""
+    """Lets a responder send the reply to a route that FastAPI documents."""
 
     def __init__(self, answer: Responder) -> None:
         super().__init__()
@@ -276,21 +267,19 @@ async def _serve(answer: Responder, scope: Scope, receive: Receive, send: Send) 
 
 
 FastHandler = Callable[..., Awaitable[BaseModel | Response]]
-"""`async (body: Model, request: Request) -> Model | Response`, without `body` if it is not JSON."""
+"""`async (body: Model, request: Request) -> Model | Response`; `body` only if it is JSON."""
 
-Authorize = Callable[[Scope], None]  # Raises UnauthorizedError, before the body of a request is read.
+Authorize = Callable[[Scope], None]  # Raises UnauthorizedError before the body is read.
 
 
 class FastRoute(NamedTuple):
-    """The handler of `POST` to a path, and its authorization."""
-
     handler: FastHandler
     authorize: Authorize
     openapi_extra: dict[str, Any] | None = None
 
 
 def fast_router(routes: Mapping[str, FastRoute], *, tags: list[str]) -> APIRouter:
-    """Return the documentation of `routes`, which `DirectRoutes` answers."""
+    """Document `routes`, which `DirectRoutes` answers."""
     router = APIRouter(tags=list(tags))
     for path, route in routes.items():
         router.post(path, openapi_extra=route.openapi_extra)(route.handler)
@@ -310,8 +299,8 @@ class _FastRequest(Request):
 class DirectRoutes:
     """ASGI middleware that answers frequent requests and passes on the others.
 
-    FastAPI documents the same routes from the same list. Its routing, dependencies and validation would
-    take longer than most of these requests (`bench/interchange.py`).
+    FastAPI only documents them: its routing and validation would take longer than most
+    (`bench/interchange.py`).
     """
 
     def __init__(
@@ -322,7 +311,6 @@ class DirectRoutes:
         models: Mapping[str, Responder],
         refusals: Refusals,
     ) -> None:
-        """`fast` and `models` map a path to the handler of its `POST`."""
         self._app = app
         self._fast = {path: (route, _parser_of(route.handler)) for path, route in fast.items()}
         self._models = models
@@ -362,7 +350,7 @@ class DirectRoutes:
 
 
 def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
-    """Return a parser of the handler's model, or None for a handler that reads the body itself."""
+    """Return None if the handler reads the body itself."""
     model: type[BaseModel] | None = get_type_hints(handler).get("body")
     if model is None:
         return None
@@ -390,12 +378,12 @@ _STATUS: dict[type[InterchangeError], int] = {
 }
 
 
-RefusalBody = Callable[[int, str], dict[str, Any]]  # Builds a reply's body from status and reason.
+RefusalBody = Callable[[int, str], dict[str, Any]]  # (status, reason) -> body
 
 
 class Refusals:
     def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
-        """`bodies` maps a path prefix to the function that builds its refusals. The first match counts."""
+        """`bodies` are by path prefix. The first match counts."""
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
@@ -406,7 +394,7 @@ class Refusals:
         return self.answer(request, error)
 
     def answer(self, request: Request, error: Exception) -> JSONResponse:
-        """Return the refusal for `error`. The framework raises a defect again and logs its traceback."""
+        """Return the refusal. The framework also logs a defect's traceback."""
         match error:
             case UnauthorizedError():
                 return self.refuse(request, error.status, str(error))
@@ -447,7 +435,7 @@ def _explain(item: Mapping[str, Any]) -> str:
 
 
 class BodyLimit:
-    """ASGI middleware that refuses a body longer than `max_bytes` with status 413."""
+    """ASGI middleware that refuses a body of more than `max_bytes` with status 413."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, refusals: Refusals) -> None:
         self._app = app
@@ -490,11 +478,11 @@ JSON = b"application/json"
 
 
 def problem_with_site(scope: Scope, *, any_host: bool) -> str:
-    """Return why a web page of another site may have caused the request, or an empty string.
+    """Return why another site's page may have caused the request, or "".
 
-    A browser sends the origin of a request, and its Host header has the page's name for this server. A
-    page with a name that resolves to this machine (DNS rebinding) is only recognized by that name, so
-    `any_host` must be false unless every request needs a secret.
+    Browsers send a request's origin, and the page's name for this server as Host. Only that name reveals a
+    page that resolves to this machine (DNS rebinding), so `any_host` must be false unless every request needs
+    a secret.
     """
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"")
@@ -506,10 +494,10 @@ def problem_with_site(scope: Scope, *, any_host: bool) -> str:
         )
     site = headers.get(b"sec-fetch-site")
     origin = headers.get(b"origin")
-    if (origin is None and site is None) or site == b"same-origin":  # A script cannot set these headers.
+    if (origin is None and site is None) or site == b"same-origin":  # Scripts cannot set these headers.
         return ""
     if scope["method"] in SAFE_METHODS:
-        # Links from other sites are allowed, but not requests of their scripts.
+        # Other sites may link here, but not send requests from scripts.
         is_foreign = site == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate"
     else:
         own = headers.get(b"x-forwarded-host", host)
@@ -533,7 +521,6 @@ def _is_this_machine(host: bytes) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach the address."""
     if host == "localhost":
         return True
     try:
@@ -543,7 +530,7 @@ def is_loopback(host: str) -> bool:
 
 
 def problem_with_body(scope: Scope) -> str:
-    """Return why the body may be a form or text, which any web page can send, or an empty string for JSON."""
+    """Return why any web page could send this body, or "" for JSON."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type")
     if kind == JSON or scope["method"] in SAFE_METHODS:
@@ -558,7 +545,7 @@ def problem_with_body(scope: Scope) -> str:
 
 
 class SiteGuard:
-    """ASGI middleware that refuses requests which a page of another site makes a browser send."""
+    """ASGI middleware against requests from other sites' pages."""
 
     def __init__(
         self,
@@ -568,8 +555,7 @@ class SiteGuard:
         refusals: Refusals,
         binary: Collection[str] = (),
     ) -> None:
-        """See `problem_with_site` for `any_host`. `binary` are paths that need a secret and take a body
-        other than JSON."""
+        """`any_host` is as in `problem_with_site`. `binary` paths need a secret and need not take JSON."""
         self._app = app
         self._any_host = any_host
         self._refusals = refusals
@@ -594,7 +580,6 @@ def in_front(
     max_body_bytes: int = BODY.limit,
     refusals: Refusals,
 ) -> ASGIApp:
-    """Put the body limit and the direct routes in front of `app`."""
     routed = DirectRoutes(app, fast=fast, models=models, refusals=refusals)
     limited = BodyLimit(routed, max_body_bytes, refusals)
     return ServerErrorMiddleware(limited, handler=refusals.handle)

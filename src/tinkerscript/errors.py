@@ -74,8 +74,7 @@ __all__ = [
 
 
 MAX_REWARD = 1e6
-"""Largest magnitude of an episode's reward; larger ones would overflow training. Checked wherever a reward
-enters."""
+"""Larger rewards would overflow training. Checked wherever a reward enters."""
 
 
 class TinkerScriptError(Exception):
@@ -107,18 +106,18 @@ class RunFailedError(RunFinishedError):
 
 
 class ClaimLostError(ClientError):
-    """The claim no longer holds its episode's lease, so its result does not count."""
+    """The episode's lease is gone, so the claim's result does not count."""
 
 
 class ClientClosedError(ClientError):
-    """The client was closed by another thread or task while it waited."""
+    """Another thread or task closed the client while it waited."""
 
 
 class RequestRefusedError(ClientError):
-    """The server understood the request and refused it.
+    """The server refused a request.
 
-    `status`: the HTTP status. `reason`: the server's message. `code`: the server's code, such as
-    `context_length_exceeded`, or empty.
+    `status`: the HTTP status. `reason`: the server's message. `code`: such as `context_length_exceeded`, or
+    empty.
     """
 
     def __init__(self, status: int, reason: str, code: str = "") -> None:
@@ -149,7 +148,7 @@ class ConflictError(InterchangeError):
 
 
 class QuotaError(InterchangeError):
-    """The caller is at its limit; it may retry after `retry_after_s` seconds."""
+    """The caller is at its limit, and may retry after `retry_after_s`."""
 
     def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
@@ -157,7 +156,7 @@ class QuotaError(InterchangeError):
 
 
 class UnauthorizedError(InterchangeError):
-    """The token does not grant the role that the route requires. `status` is 401 or 403."""
+    """The token does not grant the route's role. `status` is 401 or 403."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -169,9 +168,9 @@ class StoreError(InterchangeError):
 
 
 class GatewayError(TinkerScriptError):
-    """A model call that cannot be served.
+    """A model call cannot be served.
 
-    `status`: the HTTP status, chosen for the caller's retry logic. `code`: a stable identifier such as
+    `status`: the HTTP status, for the caller's retry logic. `code`: a stable identifier such as
     `invalid_api_key` or `context_length_exceeded`. `param`: the offending field.
     """
 
@@ -184,7 +183,7 @@ class GatewayError(TinkerScriptError):
 
 
 class LinkError(TinkerScriptError):
-    """The ZeroMQ link between trainer and server failed or was misused."""
+    """The ZeroMQ link failed or was misused."""
 
 
 class EngineError(TinkerScriptError):
@@ -196,7 +195,7 @@ class EngineRequestError(EngineError):
 
 
 class WireError(EngineError):
-    """The Tinker API server refuses the request. `status`: the HTTP status, chosen for the SDK's retries."""
+    """The Tinker API server refuses a request. `status` suits the SDK's retries."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -212,11 +211,11 @@ class AlignmentError(TinkerScriptError):
 
 
 class NoSuccessError(TinkerScriptError):
-    """Every episode of an evaluation or step failed, so there is nothing to measure or train."""
+    """Every episode of an evaluation or step failed."""
 
 
 class NotRecordedError(TinkerScriptError):
-    """The ledger has no such step, episode or token, or the query cannot be parsed."""
+    """The ledger has no such step, episode or token, or the query is malformed."""
 
 
 class ConversionError(TinkerScriptError):
@@ -236,4 +235,4 @@ class WorkerError(TinkerScriptError):
 
 
 class WrongTaskError(WorkerError):
-    """The episode's task is not one that this worker runs. The worker hands the episode back and exits."""
+    """The worker does not run this episode's task. It hands the episode back and exits."""

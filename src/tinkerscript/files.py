@@ -1,7 +1,7 @@
-"""Write files atomically, mark databases with their run, and read YAML from untrusted sources.
+"""Write files atomically, mark databases with their run, and read untrusted YAML.
 
-Invariants: a reader sees the old or the new content of a file, even if the writer dies. Reading YAML
-takes bounded time, runs no code, and returns plain data of bounded size or raises ConfigError.
+Readers see a file's old or new content, even if the writer dies. Reading YAML takes bounded time, runs no
+code, and returns plain data of bounded size or raises ConfigError.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinkerscript.errors import ConfigError
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
-    """Replace a file's content atomically. With `durable`, it is on disk when this returns."""
+    """Replace a file's content. With `durable`, it is on disk when this returns."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("w", encoding="utf-8") as file:
@@ -35,12 +35,10 @@ def write_atomically(path: Path, text: str, *, durable: bool = False) -> None:
 
 
 def write_json(path: Path, value: object, *, durable: bool = False) -> None:
-    """Replace a JSON file's content atomically. With `durable`, it is on disk when this returns."""
     write_atomically(path, json.dumps(value, indent=2) + "\n", durable=durable)
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or a folder's entries, to disk."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -48,19 +46,19 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-RUN_ID = "run_id"  # File with the run's identity, which its databases and checkpoints repeat.
-LATEST_RUN = "latest"  # Link to the newest run in a folder of runs.
+RUN_ID = "run_id"  # Repeated in the run's databases and checkpoints.
+LATEST_RUN = "latest"
 CONFIG_FILE = "config.yaml"
 LEDGER_FILE = "ledger.sqlite"
 
-# The position of the 4-byte `application_id` in an SQLite file.
+# Of the 4-byte `application_id` in an SQLite file.
 _STAMP_AT = 68
 
 
 def stamp(database: sqlite3.Connection, path: Path) -> None:
-    """Mark an unmarked database with the run of its folder.
+    """Mark an unmarked database with its folder's run.
 
-    Call it before the database has a write-ahead log, so that the mark is in the file.
+    Call it before there is a write-ahead log, so that the mark is in the file.
     """
     with suppress(FileNotFoundError):
         run_id = (path.parent / RUN_ID).read_text(encoding="utf-8")
@@ -69,7 +67,6 @@ def stamp(database: sqlite3.Connection, path: Path) -> None:
 
 
 def is_foreign(path: Path, run_id: str) -> bool:
-    """Return whether a database has the mark of a run other than `run_id`."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(_STAMP_AT)
         return int.from_bytes(file.read(4)) not in (0, _stamp_of(run_id))
@@ -81,7 +78,7 @@ def _stamp_of(run_id: str) -> int:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error or one of its causes reports a full disk."""
+    """Return whether an error, or one that caused it, reports a full disk."""
     causes = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
     return (
         (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
@@ -92,21 +89,20 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def resolve_link(path: Path) -> Path:
-    """Return the folder that a link such as `runs/latest` names now."""
     return Path(os.path.relpath(path.resolve())) if path.is_symlink() and path.exists() else path
 
 
 def check_private(path: Path, status: os.stat_result, *, prefix: str = "") -> None:
-    """Raise ConfigError, starting with `prefix`, for a file that another user owns or can read."""
+    """Raise ConfigError, starting with `prefix`, if another user owns or can read the file."""
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(f"{prefix}{path} must be owned by this user and not readable by others (chmod 600)")
 
 
-MAX_NODES = 100_000  # Values in a text. An alias counts at each use, which defuses YAML bombs.
+MAX_NODES = 100_000  # Aliases count at each use, which defuses YAML bombs.
 
 
 def load_yaml(text: str, *, source: str) -> Any:
-    """Parse YAML as plain data. Raises ConfigError with `source` and the problem."""
+    """Raises ConfigError with `source` and the problem."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
@@ -114,19 +110,19 @@ def load_yaml(text: str, *, source: str) -> Any:
         return yaml.safe_load(text)
     except RecursionError as error:
         raise ConfigError(f"{source} is not valid YAML: it is nested too deeply") from error
-    # PyYAML lets errors of int(), date() and regular expressions through for bad values.
+    # PyYAML lets errors of int(), date() and regular expressions through.
     except (yaml.YAMLError, ValueError, AttributeError) as error:
         raise ConfigError(f"{source} is not valid YAML: {error}") from error
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, int], source: str) -> int:
-    # This takes time linear in the text, however large the expanded result is.
+    # Linear in the text, whatever the expanded size.
     known = sizes.get(id(node))
     if known is not None:
         if not known:
             raise ConfigError(f"{source} is not valid YAML: an alias refers to a value that contains it")
         return known
-    sizes[id(node)] = 0  # While it is 0, meeting the node again means that it contains itself.
+    sizes[id(node)] = 0  # Meeting 0 again means that the node contains itself.
     children: list[yaml.Node] = []
     if isinstance(node, yaml.SequenceNode):
         children = list(node.value)

@@ -1,8 +1,7 @@
-"""`folder_of_gguf`: converts a GGUF file to a folder in Hugging Face format, which can train.
+"""Convert a GGUF file to a trainable folder in Hugging Face format.
 
-transformers reads the weights, as float32. We build byte-level BPE tokenizers from the file's fields
-ourselves: transformers 5.5 converts some of them to a CodeLlama tokenizer, which works in memory but no
-longer decodes its own ids after saving and loading.
+transformers reads the weights, as float32. We build byte-level BPE tokenizers ourselves: transformers 5.5
+makes some of them CodeLlama's, which, once saved, no longer decode their own ids.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from tinkerscript.errors import ConfigError
 
 CACHE = Path.home() / ".cache" / "tinkerscript" / "gguf"
 
-CONTROL = 3  # GGUF token type of special tokens.
+CONTROL = 3  # GGUF's type of special tokens.
 
-# How the tokenizers of Llama 3 and Qwen split text into words; they differ in the digits per number.
+# How Llama 3 and Qwen split text into words; they differ in digits per number.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
     r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -42,7 +41,7 @@ def _split(digits: str) -> list[Any]:
 
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
-# `tokenizer.ggml.pre` -> how text is split before its words become tokens.
+# `tokenizer.ggml.pre` -> how to split text into words.
 PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
     "default": lambda: [_BYTE_LEVEL],
     "gpt-2": lambda: [_BYTE_LEVEL],
@@ -53,7 +52,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
 
 
 def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
-    """Return the folder for this file, created on first use and kept in `CACHE`. Raises ConfigError."""
+    """Return the folder, made at first use and kept in `CACHE`. Raises ConfigError."""
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     folder = CACHE / f"{file.stem}-{digest[:12]}"
@@ -63,11 +62,10 @@ def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
 
 
 def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> None:
-    """Write weights, config and tokenizer. The folder appears atomically, even if several processes make
-    it.
+    """Write weights, config and tokenizer, atomically even with several processes.
 
-    `note` is called before the weights are read, which takes half a minute for a small model. Raises
-    ConfigError for a file that transformers or this module cannot read.
+    `note` is called before the weights are read, half a minute for a small model. Raises ConfigError for an
+    unreadable file.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf-") as scratch:
@@ -80,7 +78,7 @@ def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> Non
             _write_weights(file, fields, made)
         except ConfigError:
             raise
-        except Exception as error:  # gguf and transformers raise all kinds of errors for a bad file.
+        except Exception as error:  # Bad files raise all kinds.
             raise ConfigError(f"engine.model: {file} cannot be read as a GGUF model: {error}") from error
         try:
             os.rename(made, folder)
@@ -103,7 +101,7 @@ def _write_weights(file: Path, fields: dict[str, Any], folder: Path) -> None:
 
 def _tokenizer(file: Path, fields: dict[str, Any]) -> Any:
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    if fields["tokenizer.ggml.model"] != "gpt2":  # SentencePiece, which transformers converts correctly.
+    if fields["tokenizer.ggml.model"] != "gpt2":  # SentencePiece; transformers gets it right.
         return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     kind = fields.get("tokenizer.ggml.pre", "default")
     if kind not in PRE_TOKENIZERS:

@@ -1,8 +1,7 @@
 """uvicorn with limits on connections, for the server, its gateway processes, the page and the engine.
 
-Invariant: slow or idle connections, however many, cannot keep others out: a connection without a running
-answer, or with a client that does not read, can be closed. Bytes and time are bounded both for a request
-that is arriving and for an answer that is not read.
+Slow or idle connections cannot keep others out: one without a running answer, or with a client that does not
+read, can be closed. Arriving requests and unread answers are bounded in bytes and time.
 """
 
 from __future__ import annotations
@@ -25,22 +24,21 @@ from tinkerscript.config import InterchangeConfig
 from tinkerscript.lifecycle import GRACE_S
 from tinkerscript.limits import HEAD, PIPELINED
 
-OTHER_FILES = 96  # Open files that the server needs besides its HTTP connections.
+OTHER_FILES = 96  # Needed besides HTTP connections.
 MIN_CONNECTIONS = 32
 
-# Idle connections stay open longer than clients keep theirs (httpx and openai: 5 s), or a client might send a
-# request on a connection that the server is closing.
+# Longer than clients' (httpx and openai: 5 s), or they might send a request on a closing connection.
 KEEP_ALIVE_S = 75
 
-# Send buffer of the kernel, which Linux doubles. We notice a client's reading in steps of this size: with the
-# default of megabytes, a slow reader would look like one that has stopped.
+# Linux doubles it. We notice a client's reading in such steps: with the default of megabytes, slow readers
+# would look stopped.
 KERNEL_BYTES = 2**18
 
 REQUEST_LINE_BYTES = 32  # Method, HTTP version and the end of the head.
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers: its owner handles the shutdown."""
+    """A uvicorn server that leaves signals and shutdown to its owner."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -63,7 +61,7 @@ def http_server(
     grace_s: int = GRACE_S,
     limits: ConnectionLimits | None = None,
 ) -> HttpServer:
-    """Create a server of `app`. `grace_s`: seconds that open requests may take at shutdown."""
+    """`grace_s`: seconds for open requests at shutdown."""
     return HttpServer(
         uvicorn.Config(
             app,
@@ -83,23 +81,21 @@ def http_server(
 
 
 def connections_allowed() -> int:
-    """Connections that the limit on open files leaves room for."""
+    """Return how many connections the limit on open files allows."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(MIN_CONNECTIONS, files - OTHER_FILES)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Time limits of a connection, and how many there may be."""
-
     header_s: float = 10.0
-    """Seconds for a request's head, from its first byte, or on a new connection from its start."""
+    """Seconds for a request's head, from its first byte or the connection's start."""
 
     body_s: float = 60.0
-    """Seconds for a request's body, and for the client to read any part of a waiting answer."""
+    """Seconds for a request's body, and for the client to read any of a waiting answer."""
 
     connections: int = field(default_factory=connections_allowed)
-    """Beyond this many, the connection that has waited longest is closed."""
+    """Beyond this, the longest-waiting connection is closed."""
 
 
 def _closing(status: int, reason: str, more: str = "", body: str = "") -> bytes:
@@ -142,21 +138,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head, self._in_body = True, False
         self._lost: asyncio.Future[None] = self.loop.create_future()
         self._timer = self.loop.call_later(self._limits.header_s, self._time_out)
-        self._timed: bool | None = False
-        """Whether the timer is for a body; None without a timer."""
-
+        self._timed: bool | None = False  # For a body; None without a timer.
         self._arrived = 0
-        """Bytes since the parser last finished a head or delivered a piece of a body."""
+        """Bytes since the parser finished a head or delivered part of a body."""
 
         self._advanced = False
         self._refusal = BAD
         self._unread = 0
-        self._reader_timer: asyncio.TimerHandle | None = None
-        """Runs while the client has to read."""
-
-        self._holds_back = False
-        """Whether a complete answer, and everything after it, waits for the client to read."""
-
+        self._reader_timer: asyncio.TimerHandle | None = None  # Runs while the client must read.
+        self._holds_back = False  # Wait until the client reads a complete answer.
         self._waiting[self] = None
         if len(self.connections) > self._limits.connections:
             next(iter(self._waiting))._end(TOO_MANY)
@@ -175,7 +165,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._advanced, self._arrived = False, 0
         elif self._arrived > HEAD.limit + REQUEST_LINE_BYTES:  # An endless head, or trailers.
             self._end(TOO_LONG)
-        # Most requests arrive in one piece, and need no timer.
+        # Most requests arrive whole.
         expected = self._in_body if self._in_head or self._in_body else None
         if expected == self._timed:
             return
@@ -223,8 +213,6 @@ class GuardedProtocol(HttpToolsProtocol):
         elif not self.pipeline:
             self._waiting[self] = None
 
-    # The client's reading
-
     def pause_writing(self) -> None:
         super().pause_writing()
         self._await_reader()
@@ -245,7 +233,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def _await_reader(self) -> None:
-        """Start the timer: the client must read before the connection can continue or close."""
+        """Start the timer: the client must read before we continue or close."""
         if self._lost.done():
             return
         self._waiting.setdefault(self)
@@ -271,7 +259,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._end(TIMED_OUT)
 
     def _end(self, reply: bytes) -> None:
-        """Close the connection, with `reply` unless another reply has started."""
+        """Send `reply` unless another has started."""
         self._waiting.pop(self, None)
         if self.transport.is_closing() or self.flow.write_paused:
             self.transport.abort()  # A normal close would wait for the client to read.

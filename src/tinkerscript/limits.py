@@ -1,9 +1,9 @@
-"""One table of bounds: what a key's holder may send, and what it may make others hold.
+"""One table of bounds: what a key's holder may send, and make others hold.
 
-The holder of a client's token or a claim's key is a stranger to the run. Everything it sends is bounded
-here: each part of a request, the totals of its claims, and what it has in flight. Invariant: anything
-beyond a bound is refused before any of it is stored, and the refusal names the bound, its limit and the
-remedy. `docs/protocol.md` shows the table, and `make chaos` tests every bound at its limit and beyond.
+The holder of a client's token or a claim's key is a stranger to the run, so everything it sends is bounded:
+each part of a request, its claims' totals, and what is in flight. Anything beyond is refused before any of it
+is stored, naming the bound, its limit and the remedy. `docs/protocol.md` shows the table, and `make chaos`
+tests every bound.
 """
 
 from __future__ import annotations
@@ -16,30 +16,25 @@ from tinkerscript.errors import GatewayError
 
 __all__ = ["BOUNDS", "Bound", "Totals", "depth_is_beyond"]
 
-# Statuses other than 200 and 429 tell a client not to retry. A claim that finds nothing is answered with
-# 200 and the reason.
+# Only 200 and 429 let a client retry. A claim that finds nothing gets 200 and the reason.
 Status = Literal[200, 400, 403, 413, 422, 429, 431]
 
 
 class Bound(NamedTuple):
-    """One bound: a row of the table, and the error for a model call beyond it."""
+    """A row of the table, and its refusal."""
 
     name: str
-    """Name in errors: the bounded field, or the setting that bounds it."""
+    """The bounded field, or the setting with the bound."""
 
-    limit: int
-    """Largest allowed amount. 0: the setting `name` decides."""
-
+    limit: int  # 0: the setting `name` decides.
     unit: str
     status: Status
-    scope: str
-    """What each limit applies to."""
-
+    scope: str  # What each limit applies to.
     remedy: str = ""
     code: str = "limit_exceeded"
 
     def check(self, amount: int, where: str = "") -> None:
-        """Raise GatewayError if `amount` is beyond the limit. `where`: the place in the request."""
+        """Raise GatewayError beyond the limit. `where` is the place in the request."""
         if amount > self.limit:
             raise self.refusal(amount, where)
 
@@ -49,8 +44,8 @@ class Bound(NamedTuple):
         return GatewayError(self.status, self.code, message, param=place)
 
 
-BOUNDS: dict[str, Bound] = {}  # By name.
-SECTION = "interchange_server"  # The config section of the settings.
+BOUNDS: dict[str, Bound] = {}
+SECTION = "interchange_server"  # Of the settings.
 
 
 def _bound(
@@ -70,14 +65,11 @@ def _setting(name: str, unit: str, status: Status, scope: str) -> Bound:
     return _bound(name, 0, unit, status, scope)
 
 
-# One request of any kind
-
-# The parser copies a header with each piece that arrives, so a long header would take quadratic time.
+# The parser copies a header with each arriving piece, so long ones take quadratic time.
 HEAD = _bound("request head", 2**16, "bytes of path and headers", 431, "request", "send shorter headers")
 
 BODY = _bound("request body", 2**24, "bytes", 413, "request")
 
-# One model call
 
 _CALL = "model call"
 
@@ -114,19 +106,18 @@ LOGPROBS = _bound(
 TEMPLATE_KWARGS = _bound("chat_template_kwargs", 64, "arguments", 400, _CALL, "use those of the run")
 PREVIOUS = _bound("previous_response_id", 256, "characters", 400, _CALL, "use the id of a response")
 
-# One claim
 
 _CLAIM = "claim"
 _OVER = "end or abort the episode"
 
 CALLS = _bound("calls of a claim", 10_000, "recorded choices", 403, _CLAIM, _OVER, "claim_limit_exceeded")
 _setting(f"{SECTION}.max_tokens_per_claim", "sampled tokens", 403, _CLAIM)
-# A result travels with its claim's calls, so this is far below the link's limit of a message.
+# Far below the link's message limit, because a result travels with its claim's calls.
 RECORDED_BYTES = _bound(
     "recorded bytes", 2**27, "bytes of messages and ids", 403, _CLAIM, _OVER, "claim_limit_exceeded"
 )
 
-# Calls that were refused or failed in the engine, but not those that found it away or busy.
+# Refused or failed, unless the engine was away or busy.
 FAILED_CALLS = _bound("failed calls", 1000, "model calls", 403, _CLAIM, _OVER, "claim_limit_exceeded")
 
 CALLS_AT_ONCE = _bound(
@@ -134,7 +125,6 @@ CALLS_AT_ONCE = _bound(
 )
 TRANSCRIPT = _bound("transcript", 2**20, "bytes, compressed", 413, _CLAIM)
 
-# One result, or one failure
 
 _RESULT = "result"
 
@@ -148,7 +138,6 @@ METRIC = _bound("log_metrics value", 10**15, "in magnitude", 422, "metric")
 METADATA_DEPTH = _bound("metadata nested", 64, "levels", 422, _RESULT)
 FAILURE_KIND = _bound("failure.kind", 200, "characters", 422, "failure")
 
-# Claims
 
 ID_CHARS = 200  # Of a uuid, a client's name or a task's id.
 
@@ -163,7 +152,6 @@ _setting(f"{SECTION}.clients.max_claims", "claims held or waited for", 429, "cli
 WORKERS_AT_ONCE = _bound("report.concurrency", 1_000_000, "episodes", 422, "worker's report")
 _bound("report.process", ID_CHARS, "characters", 422, "worker's report")
 
-# Registrations
 
 _SAMPLE = "registration"
 
@@ -180,42 +168,36 @@ POOL_BYTES = _bound("payloads of the pool", 2**28, "bytes as JSON", 429, "client
 POOL_EPISODES = _bound("episodes of the pool", 20_000, "unfinished episodes", 429, "client's own pool")
 ALL_POOLS_BYTES = _bound("memory of all pools", 2**30, "bytes", 429, "server")
 
-# What an unfinished episode takes of `ALL_POOLS_BYTES` besides its payload. Without it, a client with the
-# shared token could fill the server with tiny episodes in any number of pools.
+# Without it, a client with the shared token could fill the server with tiny episodes.
 EPISODE_BYTES = 2**12
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals per client and claim, for servers that allow less than the table."""
+    """Totals of a server that allows less than the table."""
 
-    calls: int = CALLS.limit
-    """Per claim."""
-
-    claims: int = CLAIMS.limit
-    """Per client."""
-
+    calls: int = CALLS.limit  # Per claim.
+    claims: int = CLAIMS.limit  # Per client.
     pool_episodes: int = POOL_EPISODES.limit
     all_pools_bytes: int = ALL_POOLS_BYTES.limit
 
 
-# These are cut or left out instead of refused.
+# These are cut or left out, not refused.
 
-REASON_CHARS = 4000  # Of an error, which may quote the request, and of a failure, which is kept.
+REASON_CHARS = 4000  # Of errors and failures.
 CLAIMED_BYTES = 2**24  # Payloads in one claim reply; the next request gets the rest.
-PIPELINED = 16  # Requests that may queue on a connection before it is closed.
+PIPELINED = 16  # Queued requests, before a connection is closed.
 
-# Responses of a served model that `previous_response_id` may name; the least recently used go first.
+# Responses of a served model, for `previous_response_id`. The least recently used go first.
 KEPT_CALLS = 10_000
 KEPT_BYTES = 2**28
 KEPT_S = 86_400  # Since the last use.
 
-LOG_LINES = 100  # Warnings of one kind per minute. The last one says that more are left out.
+LOG_LINES = 100  # Warnings per minute and kind; the last one says so.
 LOG_CHARS = 4000  # Of a message.
 
 
 def depth_is_beyond(value: object, limit: int) -> bool:
-    """Whether objects and lists are nested more than `limit` deep."""
     level = [value]
     for _ in range(limit):
         level = [item for each in level if isinstance(each, dict | list) for item in _items(each)]

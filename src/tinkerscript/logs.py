@@ -1,8 +1,7 @@
-"""Logs of our processes: lines for people, or a JSON object per line, with run, episode and claim.
+"""Logs of our processes: lines for people or JSON, with run, episode and claim.
 
-`about(...)` labels the records of a block, including those of libraries and a user's rollout. Invariants:
-no text of clients or models can forge a record, because control characters are escaped and continuation
-lines are indented. Tokens and keys are never shown.
+`about(...)` labels a block's records, including those of libraries and a user's rollout. No text can forge a
+record: control characters are escaped and continuation lines indented. Tokens and keys are never shown.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from tinkerscript.limits import LOG_CHARS, LOG_LINES
 
 LogFormat = Literal["text", "json"]
 
-FORMAT = "TINKERSCRIPT_LOG_FORMAT"  # Environment variable with the format of a process's logs.
+FORMAT = "TINKERSCRIPT_LOG_FORMAT"
 FIELDS = ("run", "episode", "attempt", "claim", "client")  # `claim` is `EPISODE/ATTEMPT`.
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _about: ContextVar[Mapping[str, object]] = ContextVar("about", default=_NOTHING)
 _of_process: dict[str, object] = {}
 
-# Keys of claims, bearer tokens, and the user and password of a URL.
+# Claim keys, bearer tokens, and users and passwords in URLs.
 _KEYS = re.compile(r"\bts-[\w-]+\.\d+\.[\w-]+|(?<=Bearer )\S+|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
@@ -43,7 +42,7 @@ _MIN_SECRET_CHARS = 8
 def now_about(
     *, run: str = "", episode: str = "", attempt: int = 0, client: str = "", whole_process: bool = False
 ) -> None:
-    """Label this task's records from now on; with `whole_process`, those of all tasks and threads."""
+    """Label this task's later records, or with `whole_process` all."""
     fields = {"run": run, "episode": episode, "attempt": attempt, "client": client}
     given: dict[str, object] = {name: value for name, value in fields.items() if value}
     if episode and attempt:
@@ -56,7 +55,7 @@ def now_about(
 
 @contextmanager
 def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "") -> Generator[None]:
-    """Label the records of this block and of everything it starts."""
+    """Label this block's records and those of everything it starts."""
     token = _about.set(_about.get())
     now_about(run=run, episode=episode, attempt=attempt, client=client)
     try:
@@ -66,10 +65,7 @@ def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "
 
 
 def start_logging(format: LogFormat | None = None, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Log to standard error, in `format` or the one that the environment names.
-
-    Does nothing if logging is already set up.
-    """
+    """Log to standard error, in `format` or as the environment says. Does nothing the second time."""
     if not logging.getLogger().handlers:
         log_to(sys.stderr, "json" if (format or environ.get(FORMAT)) == "json" else "text", environ=environ)
 
@@ -81,14 +77,14 @@ def log_to(stream: IO[str], format: LogFormat, *, environ: Mapping[str, str] = o
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    for library in ("httpx", "httpx2"):  # Both log every request; OpenAI's client uses the second.
+    for library in ("httpx", "httpx2"):  # They log every request. OpenAI's client uses the second.
         logging.getLogger(library).setLevel(logging.WARNING)
     return handler
 
 
 @contextmanager
 def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
-    """Append this block's records, labeled with `run`, to a file."""
+    """Append this block's records to a file."""
     root, level = logging.getLogger(), logging.getLogger().level
     with path.open("a", encoding="utf-8") as file, about(run=run):
         handler = log_to(file, format)
@@ -100,7 +96,7 @@ def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
 
 
 def secrets_of(environ: Mapping[str, str]) -> list[str]:
-    """Values of variables named like tokens, keys or passwords."""
+    """Return the values of variables named like tokens, keys or passwords."""
     return [
         value
         for name, value in environ.items()
@@ -109,7 +105,7 @@ def secrets_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """What a record is about: labels of the record, its task, or its process."""
+    """Return the labels of the record, else of its task or its process."""
     known = {**_of_process, **_about.get(), **vars(record)}
     return {name: known[name] for name in FIELDS if name in known}
 
@@ -118,7 +114,7 @@ MORE_LEFT_OUT = " (further lines like this one are left out for a minute)"
 
 
 class FloodFilter(logging.Filter):
-    """Limits warnings of one kind per minute, so that whoever causes them cannot fill the disk."""
+    """Limits warnings of a kind per minute, so they cannot fill the disk."""
 
     def __init__(self, lines: int = LOG_LINES, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -149,7 +145,6 @@ class _Formatter(logging.Formatter):
         return self.safe(record.getMessage()) + getattr(record, "more", "")
 
     def safe(self, text: str) -> str:
-        """Remove secrets from `text`, and cut it to the length of a line."""
         return self._without_secrets(text[:LOG_CHARS])
 
     def _without_secrets(self, text: str) -> str:
@@ -158,7 +153,6 @@ class _Formatter(logging.Formatter):
         return _KEYS.sub("[secret]", text)
 
     def traceback(self, record: logging.LogRecord) -> str:
-        """Empty for a record without one."""
         if record.exc_info and not record.exc_text:
             record.exc_text = self.formatException(record.exc_info)
         text = record.exc_text or ""
@@ -192,10 +186,10 @@ class JsonFormatter(_Formatter):
         }
         if trace := self.traceback(record):
             values["traceback"] = trace
-        return self._without_secrets(json.dumps(values))  # ASCII, so it has no line break of any kind.
+        return self._without_secrets(json.dumps(values))  # ASCII has no other line breaks.
 
 
 def escaped(text: str) -> str:
-    """Escape unprintable characters and lone surrogates as Python does, which leaves one line."""
+    """Escape as Python does, into one line."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

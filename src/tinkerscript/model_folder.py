@@ -1,9 +1,8 @@
 """Read a model's folder without weights, torch or transformers.
 
-A model's folder has Hugging Face's layout: `config.json`, `tokenizer.json` and optionally
-`generation_config.json`, `tokenizer_config.json`, a chat template and weights. The folder of a LoRA
-adapter has PEFT's `adapter_config.json` instead of a config. The folder is local, or in the cache of
-huggingface_hub.
+It has Hugging Face's layout: `config.json`, `tokenizer.json` and optionally `generation_config.json`,
+`tokenizer_config.json`, a chat template and weights. A LoRA adapter has PEFT's `adapter_config.json` instead
+of a config.
 """
 
 from __future__ import annotations
@@ -37,19 +36,18 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 ADAPTER_CONFIG = "adapter_config.json"
-"""PEFT's description of an adapter, in the folder of the adapter's weights."""
 
 _CONFIG_FILES = ("config.json", "generation_config.json")
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
-# Some models were never converted to safetensors.
+# Some models lack safetensors.
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
-# The second key is GPT-2's, the third MPT's.
+# The second is GPT-2's, the third MPT's.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
-# `owner/name` and an optional revision: a branch, a tag or a commit.
+# With an optional branch, tag or commit.
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -60,12 +58,12 @@ logger = logging.getLogger(__name__)
 def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
     """Return the folder of `model`: `tiny`, a path, a URL, or an id of the Hugging Face Hub.
 
-    A path names a folder or a GGUF file, which is unpacked into a folder. A URL names a checkpoint that
-    a run has copied there. An id is `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`. A local folder takes
-    precedence over a model of the same name in the hub. Only the needed files are fetched from the hub,
-    with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` is
-    called before the hub is asked: once per process, and not for a cached commit. Raises ConfigError
-    for a model without config or tokenizer, or if it cannot be fetched.
+    A path names a folder or a GGUF file, which is unpacked into one. A URL names a run's checkpoint. An id is
+    `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`, unless that is a local folder. Only the needed files are
+    fetched, with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` is
+    called before the hub is asked: once per process, and not for a cached commit.
+
+    Raises ConfigError for a model that lacks config or tokenizer or cannot be fetched.
     """
     if is_url(model):
         model = str(fetched_checkpoint(model, note=note))
@@ -85,12 +83,12 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
 
 
 def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
-    """Return the folder, or the folder made from a GGUF file. Raises ConfigError for any other path."""
+    """Raises ConfigError."""
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf" and folder.is_file():
         try:
-            from tinkerscript.gguf_file import folder_of_gguf  # It needs torch, which servers lack.
+            from tinkerscript.gguf_file import folder_of_gguf  # Needs torch, which servers lack.
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"engine.model: reading {model!r} needs {error.name}; run pip install 'tinkerscript[engine]'"
@@ -105,9 +103,9 @@ def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
 
 
 def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> str:
-    """Pin `model`, so that all processes of a run use the same files.
+    """Pin a hub id to its commit, and a file to its folder, so that all processes use the same files.
 
-    A hub id gets its commit, and a file becomes its folder. Raises ConfigError like `model_folder`.
+    Raises ConfigError.
     """
     folder = model_folder(model, note=note)
     hub_id = hub_id_of(folder)
@@ -117,26 +115,26 @@ def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> st
 
 
 def same_model(one: str, other: str) -> bool:
-    """Return whether two names mean the same model. A name without a commit matches any commit."""
+    """Compare two names. One without a commit matches any commit."""
     names = {one.partition("@")[0], other.partition("@")[0]}
     return one == other or (len(names) == 1 and names <= {one, other})
 
 
 def hub_id_of(folder: Path) -> str | None:
-    """Return the hub id of a model in huggingface_hub's cache (`models--OWNER--NAME/snapshots/COMMIT`)."""
+    """Return the hub id of a folder `models--OWNER--NAME/snapshots/COMMIT` in the cache."""
     owner, separator, name = folder.parent.parent.name.removeprefix("models--").partition("--")
     in_cache = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return f"{owner}/{name}" if in_cache and separator else None
 
 
 def base_of_folder(folder: Path) -> tuple[str, str | None]:
-    """Return an adapter's name for its base: a hub id with the commit, or a path."""
+    """Return an adapter's base: a hub id with the commit, or a path."""
     hub_id = hub_id_of(folder)
     return (str(folder.absolute()), None) if hub_id is None else (hub_id, folder.name)
 
 
 def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) -> Path | None:
-    """Return the folder, with weights, of the model below the LoRA adapter in `folder`, or None without one.
+    """Return the folder, with weights, of an adapter's base; None if `folder` is no adapter.
 
     Raises ConfigError if the base is missing.
     """
@@ -152,11 +150,11 @@ def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) 
 
 
 def model_name(folder: Path) -> str:
-    """Return the name of the model for programs: its id in the hub, or the folder's name."""
+    """Return the hub id, or the folder's name."""
     return hub_id_of(folder) or folder.name
 
 
-# The hub is asked once per process for an id, a revision, and whether with weights.
+# By id, revision, and whether with weights.
 _snapshots: dict[tuple[str, str | None, bool], Path] = {}
 
 
@@ -184,7 +182,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _snapshot(hub_id: str, revision: str | None, more: tuple[str, ...], *, cached: bool = False) -> Path:
-    # With `cached`, the hub is not asked.
+    # `cached` asks only the cache.
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import (
@@ -231,14 +229,13 @@ def _snapshot(hub_id: str, revision: str | None, more: tuple[str, ...], *, cache
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first line of the error that caused another."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def context_of(folder: Path) -> int:
-    """Return the context length in tokens of prompt and reply. Raises ConfigError if it is not declared."""
+    """Return the maximum tokens of prompt and reply. Raises ConfigError if not declared."""
     config = text_config(folder)
     limit = next((config[name] for name in _CONTEXT_KEYS if name in config), None)
     if not isinstance(limit, int) or limit < 1:
@@ -247,7 +244,7 @@ def context_of(folder: Path) -> int:
 
 
 def vocabulary_of(folder: Path) -> int:
-    """Return the number of ids of the model, which may exceed its tokenizer's. Raises ConfigError."""
+    """Return the number of ids, which may exceed the tokenizer's. Raises ConfigError."""
     size = text_config(folder).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"{folder / 'config.json'} has no vocab_size, the number of token ids")
@@ -255,7 +252,7 @@ def vocabulary_of(folder: Path) -> int:
 
 
 def stop_ids_of(folder: Path) -> frozenset[int]:
-    """Return the ids at which generation stops, from generation_config.json or else config.json."""
+    """Return the ids that end generation, from generation_config.json or else config.json."""
     base = base_of_adapter(folder) or folder
     declared = read_json(base / "generation_config.json").get("eos_token_id")
     if declared is None:
@@ -264,8 +261,7 @@ def stop_ids_of(folder: Path) -> frozenset[int]:
 
 
 def eos_token_of(folder: Path) -> str | int | None:
-    """Return the end-of-text token: its text from tokenizer_config.json, or its id from config.json, or
-    None."""
+    """Return the end-of-text token's text (tokenizer_config.json) or id (config.json)."""
     token: Any = read_json(folder / "tokenizer_config.json").get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
@@ -278,12 +274,12 @@ def eos_token_of(folder: Path) -> str | int | None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return config.json, or the one of an adapter's base, empty if there is none. Raises ConfigError."""
+    """Return config.json, for an adapter its base's, empty without one. Raises ConfigError."""
     return read_json((base_of_adapter(folder) or folder) / "config.json")
 
 
 def text_config(folder: Path) -> dict[str, Any]:
-    """Return config.json, or its part about text. Raises ConfigError if it is unreadable."""
+    """Return config.json, or its part about text. Raises ConfigError."""
     path = (base_of_adapter(folder) or folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: there is no such file")
@@ -293,8 +289,7 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, empty if the file is missing. Raises ConfigError for other
-    content."""
+    """Return a JSON object, empty if the file is missing. Raises ConfigError for other content."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,13 +1,12 @@
 """Mirror a run's folder at a URL.
 
-A run with `experiment_dir: s3://...` works in a local folder. At each checkpoint and at the end of the
-run, a thread copies everything new to the URL with fsspec, and deletes the checkpoints there that were
-deleted here. The layout is the run folder's. The whole ledger is copied while the run continues.
+A run with `experiment_dir: s3://...` works in a local folder. At each checkpoint and at the end, a thread
+copies everything new to the URL with fsspec, in the same layout, and deletes checkpoints there that are gone
+here.
 
-Invariants: a checkpoint at the URL is complete if it has a `manifest.json`, which is written last and
-contains sizes and digests. The ledger is copied first, so that it covers every checkpoint at the URL. A
-run waits for its copies only at its end. A failed copy is repeated by the next one or by `--resume`,
-because only the two folders determine what is missing.
+A checkpoint at the URL is complete once it has a `manifest.json`, written last, with sizes and digests. The
+ledger goes first, so it covers every checkpoint there. A run waits for copies only at its end. Only the two
+folders determine what is missing, so the next copy, or `--resume`, repeats a failed one.
 """
 
 from __future__ import annotations
@@ -33,43 +32,42 @@ from tinkerscript.files import CONFIG_FILE, LEDGER_FILE, RUN_ID, write_atomicall
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-ROLES = "roles"  # Below `CHECKPOINTS`: a folder for the checkpoints of each trained role.
+ROLES = "roles"  # Below `CHECKPOINTS`: a folder per trained role.
 
-# Besides ledger and checkpoints, a resumed run needs these files.
+# Needed to resume, with ledger and checkpoints.
 BEGUN = (CONFIG_FILE, RUN_ID, "sft_data.json")
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARIES = (METRICS_FILE, "summary.json", "alignment.json", "learning_curve.png")
 FOLDERS = ("rollouts", "inspect")  # Their files never change.
 
-Position = tuple[int, int]  # The number of trainer starts in a ledger, and the number of steps.
+Position = tuple[int, int]  # A ledger's trainer starts and steps.
 NOWHERE: Position = (0, 0)
 POSITION = "position.json"  # At the URL: the position of the ledger there.
 
-ATTEMPTS = 5  # Then the run continues without a copy.
-UPLOAD_PAUSE_S = 1.0  # Before the second attempt, doubled for each further one.
-UPLOAD_STOP_S = 30.0  # How long a stopped or failed run waits for its copies.
+ATTEMPTS = 5  # Then the run continues without it.
+UPLOAD_PAUSE_S = 1.0  # Doubled after each attempt.
+UPLOAD_STOP_S = 30.0  # A stopped or failed run waits this long.
 
 _URL = re.compile(r"(?!tinker:)[a-z][a-z0-9+.-]*://.+")
 _STEP = re.compile(r"step_(\d+)")
 
 
 def is_url(text: str) -> bool:
-    """Return whether `text` is the URL of a folder. A `tinker://` path is not: it names weights of a
-    service."""
+    """Return whether `text` is a folder's URL. A `tinker://` path is not: it names a service's weights."""
     return _URL.fullmatch(text) is not None
 
 
 def name_of(url: str) -> str:
-    """Return the last part of a URL, which is the name of its local folder."""
+    """Return a URL's last part, which names the local folder."""
     return url.rstrip("/").rpartition("/")[2]
 
 
 class RemoteFolder:
-    """A folder at a URL. Every method blocks and raises OSError or other errors of the file system."""
+    """A folder at a URL. Methods block and raise OSError or other file system errors."""
 
     def __init__(self, url: str) -> None:
-        """Open a URL. Raises ConfigError if fsspec is missing or does not know the protocol."""
+        """Raises ConfigError if fsspec is missing or lacks the protocol."""
         self.url = url.rstrip("/")
         try:
             import fsspec  # noqa: PLC0415 - An extra.
@@ -82,7 +80,7 @@ class RemoteFolder:
         self._files, self._root = found
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file. Raises FileNotFoundError."""
+        """Raises FileNotFoundError."""
         return self._files.cat_file(self._at(name))
 
     def write(self, data: bytes, name: str) -> None:
@@ -91,19 +89,18 @@ class RemoteFolder:
         self._files.pipe_file(target, data)
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a file of any size."""
         self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
         self._files.put_file(str(path), self._at(name))
 
     def get(self, name: str, path: Path) -> None:
-        """Download a file of any size. Raises FileNotFoundError."""
+        """Raises FileNotFoundError."""
         self._files.get_file(self._at(name), str(path))
 
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the sizes in bytes of a folder's entries by name, sorted. A missing folder is empty."""
+        """Return entries with sizes in bytes, sorted. A missing folder is empty."""
         with suppress(FileNotFoundError):
             found = self._files.ls(self._at(folder), detail=True)
             return {name_of(each["name"]): each["size"] for each in sorted(found, key=lambda e: e["name"])}
@@ -113,18 +110,18 @@ class RemoteFolder:
         return list(self.sizes(folder))
 
     def manifest(self, checkpoint: str) -> dict[str, Any]:
-        """Return a checkpoint's manifest, which is empty for an incomplete checkpoint."""
+        """Return the manifest, empty for an incomplete checkpoint."""
         with suppress(FileNotFoundError):
             return json.loads(self.read(f"{checkpoint}/{MANIFEST}".lstrip("/")))
         return {}
 
     def steps(self, folder: str = CHECKPOINTS) -> list[int]:
-        """Return the sorted steps with a complete checkpoint in `folder`."""
+        """Return the sorted steps with complete checkpoints."""
         steps = sorted(int(match[1]) for match in map(_STEP.fullmatch, self.names(folder)) if match)
         return [step for step in steps if self.manifest(f"{folder}/step_{step:04d}")]
 
     def put_checkpoint(self, source: Path, name: str) -> None:
-        """Upload a checkpoint with its manifest last, replacing one of the same name."""
+        """Upload the manifest last, replacing any former checkpoint."""
         self.remove(name)
         sealed = source / MANIFEST
         manifest: dict[str, Any] = json.loads(sealed.read_bytes()) if sealed.exists() else {}
@@ -137,7 +134,7 @@ class RemoteFolder:
         self.write(json.dumps(manifest, indent=2).encode(), f"{name}/{MANIFEST}")
 
     def get_checkpoint(self, name: str, target: Path) -> None:
-        """Download a checkpoint to `target`, which must not exist. Raises ConfigError if it is incomplete."""
+        """Download a checkpoint to a new folder. Raises ConfigError if it is incomplete."""
         where = f"{self.url}/{name}".rstrip("/")
         manifest = self.manifest(name)
         if not manifest:
@@ -163,7 +160,7 @@ class RemoteFolder:
             draft.rename(target)
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, starting with its manifest."""
+        """Remove the manifest first."""
         path = self._at(name)
         if self._files.exists(f"{path}/{MANIFEST}"):
             self._files.rm_file(f"{path}/{MANIFEST}")
@@ -183,10 +180,9 @@ def _description(path: Path) -> dict[str, object]:
 
 
 class Uploads:
-    """Copies the finished parts of a run in a thread. Use it as an async context manager.
+    """Copies a run in a thread. Use it as an async context manager.
 
-    Call `finish` to wait for all copies. Without it, as after an error, the exit waits up to
-    `UPLOAD_STOP_S`.
+    `finish` waits for all copies. Without it, as after an error, the exit waits up to `UPLOAD_STOP_S`.
     """
 
     def __init__(
@@ -197,16 +193,16 @@ class Uploads:
         *,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`note` is called with errors of copying. Raises ConfigError for a bad URL."""
+        """`note` is called with copy errors. Raises ConfigError."""
         self.remote = RemoteFolder(url)
         self._folder, self._note, self._pause = folder, note, pause
         self._wanted, self._is_last = threading.Event(), False
         self._ended: Future[None] = Future()
-        # The error of the last copy, empty after a complete one.
+        # Of the last copy; empty if complete.
         self._error = ""
 
     async def __aenter__(self) -> Uploads:
-        """Start the copies. Raises ConfigError if the URL is not writable or contains another run."""
+        """Raises ConfigError if the URL is not writable or contains another run."""
         await asyncio.to_thread(self._begin)
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._run, args=(loop,), name="uploads", daemon=True).start()
@@ -223,7 +219,7 @@ class Uploads:
             self._note(f"the copy at {self.remote.url} is incomplete; --resume copies the rest")
 
     async def finish(self) -> None:
-        """Wait until everything is copied. Raises UploadError with the reason if that failed."""
+        """Wait for all copies. Raises UploadError."""
         await self._end()
         if self._error:
             raise UploadError(
@@ -237,7 +233,6 @@ class Uploads:
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     def copy(self) -> None:
-        """Request a copy of everything new."""
         self._wanted.set()
 
     def _begin(self) -> None:
@@ -250,7 +245,7 @@ class Uploads:
             self._copy_files(BEGUN)
         except ConfigError:
             raise
-        except Exception as error:  # File systems of fsspec raise many kinds of errors.
+        except Exception as error:  # fsspec's file systems raise many kinds.
             raise ConfigError(
                 f"experiment_dir: {self.remote.url} cannot be written: {_error_text(error)}"
             ) from error
@@ -276,8 +271,8 @@ class Uploads:
         self._ended.set_result(None)
 
     def _copy_all(self, *, is_last: bool) -> None:
-        # The checkpoints are listed before the ledger is copied, so that it covers them. Roles come first,
-        # because a step counts as complete when the policy's checkpoint exists.
+        # Before the ledger's copy, so that it covers them. Roles come first, because the policy's checkpoint
+        # completes a step.
         local = [path.parent for path in (self._folder / CHECKPOINTS).rglob(MANIFEST)]
         checkpoints = sorted(local, key=lambda path: (-len(path.parts), path.name))
         self._copy_ledger()
@@ -286,7 +281,7 @@ class Uploads:
             there, here = self.remote.sizes(folder), sorted((self._folder / folder).glob("*"))
             self._copy_files(f"{folder}/{p.name}" for p in here if there.get(p.name) != p.stat().st_size)
         for path in checkpoints:
-            if is_last or _STEP.fullmatch(path.name):  # The run may still replace its final checkpoint.
+            if is_last or _STEP.fullmatch(path.name):  # The run may still replace the final one.
                 self._copy_checkpoint(path)
         for folder in {CHECKPOINTS, *(str(path.parent.relative_to(self._folder)) for path in checkpoints)}:
             for name in filter(_STEP.fullmatch, self.remote.names(folder)):
@@ -309,8 +304,7 @@ class Uploads:
             # It was deleted in favor of a newer one.
 
     def _is_there(self, path: Path, name: str) -> bool:
-        # A remote final checkpoint may come from an earlier end of the run, so it always counts as
-        # missing.
+        # A final checkpoint there may be from an earlier end of the run.
         there = self.remote.manifest(name) if _STEP.fullmatch(path.name) else {}
         there["files"] = {file: {"bytes": each["bytes"]} for file, each in there.get("files", {}).items()}
         return there == json.loads((path / MANIFEST).read_bytes())
@@ -321,7 +315,7 @@ class Uploads:
             return
         with tempfile.TemporaryDirectory(prefix=".copy-", dir=self._folder) as place:
             copy = Path(place) / LEDGER_FILE
-            # The run keeps writing, so only SQLite can make a consistent copy.
+            # The run keeps writing; only SQLite can make a consistent copy.
             with closing(sqlite3.connect(ledger)) as run:
                 run.execute("VACUUM INTO ?", (str(copy),))
             self.remote.put(copy, LEDGER_FILE)
@@ -329,7 +323,6 @@ class Uploads:
 
 
 def position_of(ledger: Path) -> Position:
-    """Return the position of a ledger, by which copies of it are compared."""
     if not ledger.exists():
         return NOWHERE
     query = "SELECT (SELECT count(*) FROM resumptions), (SELECT count(*) FROM steps)"
@@ -343,9 +336,9 @@ def _error_text(error: Exception) -> str:
 
 
 def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Return the folder of a checkpoint at a URL, fetched into the user's cache unless it is unchanged there.
+    """Return a folder in the user's cache, fetched unless unchanged.
 
-    Raises ConfigError if it is missing, incomplete or unreadable.
+    Raises ConfigError if the checkpoint is missing, incomplete or unreadable.
     """
     remote = RemoteFolder(url)
     try:
@@ -358,20 +351,20 @@ def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: N
             remote.get_checkpoint("", folder)
     except ConfigError:
         raise
-    except Exception as error:  # File systems of fsspec raise many kinds of errors.
+    except Exception as error:  # fsspec's file systems raise many kinds.
         raise ConfigError(f"{url} cannot be read: {_error_text(error)}") from error
     return folder
 
 
 def local_checkpoint(name: str, *, note: Callable[[str], None] = lambda text: None) -> str:
-    """Return the local folder of a checkpoint at a URL, or any other name unchanged. Raises ConfigError."""
+    """Fetch a checkpoint at a URL; return other names unchanged. Raises ConfigError."""
     return str(fetched_checkpoint(name, note=note)) if is_url(name) else name
 
 
 def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Return a local folder in `runs` for resuming the run at a URL, fetched if needed.
+    """Return a folder in `runs` with the run at a URL, fetched if needed.
 
-    Raises ConfigError if the URL has no run, or if the run was continued elsewhere.
+    Raises ConfigError if the URL has no run, or if it was continued elsewhere.
     """
     remote, folder = RemoteFolder(url), runs / name_of(url)
     try:
@@ -390,18 +383,18 @@ def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lamb
             _fetch_run(remote, folder)
     except ConfigError:
         raise
-    except Exception as error:  # File systems of fsspec raise many kinds of errors.
+    except Exception as error:  # fsspec's file systems raise many kinds.
         raise ConfigError(f"--resume: {url} cannot be read: {_error_text(error)}") from error
     return folder
 
 
 def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
-    # The config marks a complete download, so it comes last.
+    # Last, because it marks a complete download.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (*BEGUN[1:], METRICS_FILE):
         with suppress(FileNotFoundError):
             (folder / name).write_bytes(remote.read(name))
-    # All steps are needed: a copy deletes what is missing here, and the best checkpoint may be an old one.
+    # All steps: a copy deletes what is missing here, and the best may be old.
     roles = [f"{CHECKPOINTS}/{ROLES}/{role}" for role in remote.names(f"{CHECKPOINTS}/{ROLES}")]
     for step in remote.steps():
         for name in (f"{each}/step_{step:04d}" for each in (CHECKPOINTS, *roles)):

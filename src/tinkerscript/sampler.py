@@ -1,7 +1,7 @@
 """The `Sampler` seam: token ids in; token ids, log probabilities and the stop reason out.
 
-Invariant: tokens travel as ids. Only results are recorded; progress is for display.
-`testing.ScriptedSampler` is the in-memory fake for tests and benchmarks.
+Tokens travel as ids. Only results are recorded; progress is for display. `testing.ScriptedSampler` is the
+fake for tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -32,76 +32,57 @@ __all__ = [
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar over the model's ids that limits what may be sampled."""
+    """A grammar that limits what may be sampled."""
 
     grammar: str
-    """In llguidance's Lark dialect. It ends with an id that ends a turn."""
+    """In llguidance's Lark dialect, ending with an id that ends a turn."""
 
-    asked_by: str
-    """The request's field to name in an error if constraints are not supported."""
+    asked_by: str  # The request's field to blame.
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sampler needs to know. Lengths are in tokens."""
+    """A request for samples. Lengths are in tokens."""
 
-    prompt: bytes
-    """Prompt ids (int32)."""
-
+    prompt: bytes  # Ids (int32).
     max_tokens: int
     num_samples: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
-    """-1: no limit."""
-
+    top_k: int = -1  # -1: no limit.
     min_p: float = 0.0
-    """Minimum probability of a candidate token, as a share of the most probable one's. 0: off."""
+    """Minimum probability, relative to the most probable token's. 0: off."""
 
     repetition_penalty: float = 1.0
-    """Divisor of the logits of tokens that already occur in prompt or reply. 1: off."""
+    """Divides the logits of tokens already in prompt or reply. 1: off."""
 
     seed: int | None = None
-    stop_token_ids: list[int] = []
-    """Ids that end a turn."""
-
-    extra_stop_ids: list[int] = []
-    """More ids that end this reply, on the caller's request."""
-
-    stop: list[str] = []
-    """Stop strings. Sampling ends with the token that completes one."""
-
-    top_logprobs: int = 0
-    """Number of most likely ids to report at each position."""
-
+    stop_token_ids: list[int] = []  # They end a turn.
+    extra_stop_ids: list[int] = []  # They also end this reply, on the caller's request.
+    stop: list[str] = []  # Sampling ends with the token that completes one.
+    top_logprobs: int = 0  # Number of likely ids to report per position.
     constraint: Constraint | None = None
     stream: bool = False
     affinity: str = ""
-    """The calling episode. A sampler with several machines uses the one that has its earlier turns cached."""
+    """The calling episode, so a sampler with several machines can use the one that cached its earlier
+    turns."""
 
-    role: str = ""
-    """Role whose model samples. Empty: the policy."""
-
+    role: str = ""  # Whose model samples. Empty: the policy.
     sampled: int = 0
-    """How many of the prompt's last ids belong to this reply, because other weights sampled them."""
+    """How many of the prompt's last ids other weights sampled for this reply."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """R sampled tokens and their log probabilities."""
+    """R sampled tokens with log probabilities."""
 
-    sampled: bytes = b""
-    """Sampled ids (int32 [R]), including the stop token."""
-
-    logprobs: bytes = b""
-    """float32 [R]"""
-
+    sampled: bytes = b""  # Ids (int32 [R]), including the stop token.
+    logprobs: bytes = b""  # float32 [R]
     top_ids: bytes = b""
-    """Most likely ids of each position, best first (int32 [R, request.top_logprobs])."""
+    """Likely ids per position, best first (int32 [R, request.top_logprobs])."""
 
-    top_logprobs: bytes = b""
-    """float32 [R, request.top_logprobs]"""
+    top_logprobs: bytes = b""  # float32 [R, request.top_logprobs]
 
     def span(self, start: int, end: int | None = None) -> dict[str, bytes]:
-        """The fields of tokens [start, end), as arguments for another struct of tokens."""
+        """Return the fields of tokens [start, end) for another struct."""
         top = len(self.top_ids) // (len(self.sampled) or 1)
         one = slice(4 * start, None if end is None else 4 * end)
         each = slice(4 * top * start, None if end is None else 4 * top * end)
@@ -116,39 +97,33 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
 class SampledSequence(SampledTokens, frozen=True, kw_only=True):
     stop_reason: StopReason
     constrained: bytes = b""
-    """`TokenConstraint` of each sampled id (uint8 [R]). Empty: no constraint, or with one, unknown."""
+    """`TokenConstraint` per sampled id (uint8 [R]). Empty: no constraint, or with one, unknown."""
 
     is_cut: bool = False
-    """Whether `Sampler.cut` ended it. It is incomplete then, and `stop_reason` means nothing."""
+    """`Sampler.cut` ended it, so it is incomplete and `stop_reason` means nothing."""
 
     spans: list[tuple[int, int]] = []
-    """Like `Call.spans`, but with an entry even for a single version if it was cut. Otherwise empty."""
+    """Like `Call.spans`, but if it was cut, a single version has an entry too. Otherwise empty."""
 
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[SampledSequence]
-    policy_version: int
-    """Version of the weights that sampled the first token."""
-
+    policy_version: int  # Of the first token's weights.
     policy_version_end: int | None = None
-    """Version that sampled the last token, if the weights changed at an unknown token; otherwise None."""
+    """Of the last token's weights, if they changed at an unknown token; otherwise None."""
 
     logprob_kind: LogprobKind = "processed"
-    seed: int | None = None
-    """The seed used; None: unknown."""
+    seed: int | None = None  # None: unknown.
 
 
 class Progress(SampledTokens, frozen=True, kw_only=True):
     """Tokens sampled since the last report, for display. Reports may be late, repeated, or missing."""
 
-    index: int
-    """Index of the sequence in the request."""
-
-    offset: int
-    """Tokens of the sequence before these."""
+    index: int  # Of the sequence in the request.
+    offset: int  # Tokens of the sequence before these.
 
 
-# Called with each report on the event loop that awaits the sample. Must not block.
+# Called on the event loop that awaits the sample. Must not block.
 ProgressCallback = Callable[[Progress], None]
 
 
@@ -159,30 +134,27 @@ class SampleFunction(Protocol):
 
 
 class Sampler(ABC):
-    """The source of the gateway's tokens."""
-
     @abstractmethod
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Sample `request.num_samples` sequences.
 
-        Calls `progress`, if given, as tokens are sampled. Samplers that cannot stream ignore it.
+        Calls `progress`, if given, as tokens are sampled; samplers that cannot stream ignore it.
 
         Raises GatewayError: 503 while the engine is unavailable, 504 if it did not answer in time, 400
-        `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter` for what the
-        engine does not support (`refuse_unsupported`).
+        `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter` for an
+        unsupported feature (`refuse_unsupported`).
         """
 
     def cut(self) -> None:  # noqa: B027 (most samplers have fixed weights)
-        """Newer weights were published: end running samples where they are, if possible, so that the newer
-        weights can continue them."""
+        """End running samples, if possible, so that newly published weights continue them."""
 
     def hold(self) -> AbstractContextManager[Sampler]:
-        """A sampler that keeps these weights while the context is open, and that `cut` does not affect."""
+        """Return a sampler that keeps these weights while the context is open, unaffected by `cut`."""
         return nullcontext(self)
 
 
 def fitted(request: SampleRequest, max_context: int, engine: str) -> SampleRequest:
-    """Shorten `request` to what the context has room for.
+    """Shorten `request` to fit the context.
 
     Raises GatewayError 400 `context_length_exceeded` if there is no room.
     """
@@ -206,7 +178,7 @@ def refuse_unsupported(
     repetition_penalty: bool = False,
     mixed_stops: bool = False,
 ) -> None:
-    """Raise GatewayError 400 if `request` needs a feature that `engine` lacks.
+    """Raise GatewayError 400 if `engine` lacks a feature that `request` needs.
 
     `mixed_stops`: both stop strings and extra stop ids in one request.
     """

@@ -4,8 +4,8 @@
     MemoryClaimBook    a `ClaimBook` for a gateway without a server
     QuietReporter      a `ProgressReporter` that records what it receives
 
-Invariant: each keeps the contract of its seam, so code that works with it works with the real one. Nothing
-here opens a file or a socket.
+Each keeps the contract of its seam, so code that works with it works with the real one. None opens a file or
+a socket.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ __all__ = [
 class ScriptedSampler(Sampler):
     """Samples the ids that `script(prompt_ids)` returns, each with the logprob -0.5.
 
-    Reports progress token by token, yielding to the event loop in between. The most likely ids are the
-    sampled one and its successors. Constraints are left to the script.
+    Reports progress token by token, yielding to the event loop in between. The likely ids are the sampled one
+    and its successors. The script must respect constraints.
     """
 
     def __init__(self, script: Callable[[list[int]], list[int]], *, policy_version: int = 0) -> None:
         self._script = script
         self.policy_version = policy_version
         self.requests: list[SampleRequest] = []
-        """Every request received, in order."""
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         self.requests.append(request)
@@ -72,7 +71,7 @@ class ScriptedSampler(Sampler):
 
 
 def token_by_token(sequences: Sequence[SampledSequence]) -> Iterator[Progress]:
-    """Yield the progress of an engine that samples one token of every sequence at a time."""
+    """Yield progress as if one token of every sequence were sampled at a time."""
     longest = max((len(sequence.sampled) // 4 for sequence in sequences), default=0)
     for offset in range(longest):
         for index, sequence in enumerate(sequences):
@@ -87,7 +86,7 @@ class MemoryClaimBook(ClaimBook):
         self.recorded: dict[OpenClaim, list[Call]] = {claim: [] for claim in claims.values()}
 
     def lose(self, claim: OpenClaim, reason: str) -> None:
-        """Make `claim` lose its lease: it is refused with `reason` from now on."""
+        """From now on, refuse `claim` with `reason`."""
         self._lost[claim] = reason
 
     async def open(self, key: str) -> OpenClaim:

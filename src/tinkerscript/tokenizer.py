@@ -1,16 +1,15 @@
-"""`LightTokenizer`: a model folder's `tokenizer.json` with the methods that renderers call, using only
-`tokenizers`.
+"""`LightTokenizer`: a model folder's `tokenizer.json` with the methods that renderers call.
 
-It keeps torch and transformers out of the gateway, and never adds a token that the text does not have (no
+It needs only `tokenizers`, which keeps torch out of the gateway, and adds no token that the text lacks (no
 BOS).
 
 Renderers pass message text and their own markup to one `encode`, which would turn `<|im_end|>` in a user's
 message or a tool's result into the token that ends a turn. So `SpecialTokenEscaper` marks special tokens in
-messages with a character (U+FDD0), and `encode` treats marked ones as ordinary text.
+messages with U+FDD0, and `encode` treats marked ones as ordinary text.
 
-Invariant: no message, tool or argument can produce a special token, and none of its characters changes.
-Tokens that are not special (Qwen3's `<think>`, `<tool_call>`, `<tool_response>`) are encoded as by the
-model's own tokenizer: prompts may mention them, and they do not end a turn.
+No message, tool or argument can produce a special token, and none of its characters changes. Other tokens
+(Qwen3's `<think>`, `<tool_call>`, `<tool_response>`) are encoded as usual: prompts may mention them, and they
+end no turn.
 """
 
 from __future__ import annotations
@@ -29,52 +28,46 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import eos_token_of
 from tinkerscript.rollouts.call import vocabulary_fingerprint
 
-THINK_START, THINK_END = "<think>", "</think>"  # Qwen's format and most others.
+THINK_START, THINK_END = "<think>", "</think>"  # Of Qwen and most others.
 
-MARK = "\ufdd0"  # A Unicode noncharacter, which no text may use.
-ESCAPED_MARK = "\\ufdd0"  # Written by renderers that escape JSON; `encode` could not undo it.
+MARK = "\ufdd0"  # A Unicode noncharacter.
+ESCAPED_MARK = "\\ufdd0"  # Some renderers write it; `encode` could not undo it.
 
-_SHORT_TEXT = 12  # Longest text to cache: all prompts share role names and line breaks.
+_SHORT_TEXT = 12  # Such texts are cached; all prompts share role names and line breaks.
 _SHORT_TEXTS = 1024
-_CONTEXT = 4096  # Characters of a prefix that are searched for its last special token.
+_CONTEXT = 4096  # Characters to search for the last special token.
 
 T = TypeVar("T")
 
 
 class SpecialTokenEscaper:
-    """Marks special tokens in text, and splits marked text at them."""
-
     def __init__(
         self, special: Iterable[str], *, lstrip: Collection[str] = (), rstrip: Collection[str] = ()
     ) -> None:
-        """`special`: texts of the special tokens, none empty.
-
-        `lstrip` and `rstrip`: special tokens that swallow the white space before or after them.
-        """
+        """`special` texts must not be empty. `lstrip` and `rstrip` are special tokens that swallow the white
+        space before or after them."""
         longest_first = sorted(special, key=len, reverse=True)
         as_json = [msgspec.json.encode(text)[1:-1] for text in (*longest_first, MARK)]
         self._found = re.compile(b"|".join(map(re.escape, as_json)))
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        # Possessive and anchored at the start of white space, so matching is linear in the text.
+        # Possessive and anchored, so matching is linear in the text.
         patterns = [r"(?<!\s)\s++" + re.escape(text) + r"\s*+" * (text in rstrip) for text in lstrip]
         patterns += [re.escape(text) + r"\s*+" * (text in rstrip) for text in longest_first]
         self._splits = re.compile("|".join(patterns) or r"(?!)")
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Mark all special tokens in the messages' texts. Returns the same list if there are none."""
+        """Mark special tokens in texts. Returns the same list if there are none."""
         return self.marked([self._unescaped(message) for message in messages], messages)
 
     def marked(self, value: T, original: T) -> T:
-        """Mark all special tokens in `value`. Returns `original` if there are none."""
+        """Mark special tokens. Returns `original` if there are none."""
         if not self._found.search(msgspec.json.encode(value)):
             return original
         return cast("T", _mapped(value, self._mark))
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """Split into ordinary text without marks (False) and the renderer's special tokens (True).
-
-        A special token includes the white space that it swallows.
-        """
+        """Split into ordinary text without marks (False) and the renderer's special tokens (True), with the
+        white space they swallow."""
         pieces: list[tuple[str, bool]] = []
         end = 0
         for match in self._splits.finditer(text):
@@ -105,7 +98,6 @@ class SpecialTokenEscaper:
 
 
 def unmarked(text: str) -> str:
-    """Undo the marking of a text."""
     return re.sub(f"{MARK}({MARK}?)", r"\1", text)
 
 
@@ -121,29 +113,24 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class LightTokenizer:
-    """The tokenizer of one model folder; satisfies `renderers.base.Tokenizer`."""
+    """A model folder's tokenizer, as `renderers.base.Tokenizer`."""
 
     unk_token_id: int | None = None
-    """None: an unknown token has no id, instead of another token's."""
+    """Unknown tokens have no id."""
 
     def __init__(self, folder: Path) -> None:
-        """Read `folder/tokenizer.json`. Raises ConfigError if it is missing or not a tokenizer."""
-        self.name_or_path: str = str(folder)
-        """`renderers` uses this as the model's name."""
-
+        """Raises ConfigError if `folder/tokenizer.json` is missing or malformed."""
+        self.name_or_path: str = str(folder)  # The model's name for `renderers`.
         self._tokenizer = _load(folder / "tokenizer.json")
         added = self._tokenizer.get_added_tokens_decoder()
         special = [token for token in added.values() if token.special]
+        # Text -> id of tokens that are never part of a longer one.
         self.added_tokens: dict[str, int] = {token.content: index for index, token in added.items()}
-        """Text -> id of the tokens that are never part of a longer one."""
-
         self.escaper = SpecialTokenEscaper(
             [token.content for token in special],
             lstrip=[token.content for token in special if token.lstrip],
             rstrip=[token.content for token in special if token.rstrip],
         )
-        """Marks what `encode` must not turn into special tokens."""
-
         self._encode_short = lru_cache(maxsize=_SHORT_TEXTS)(self._encode)
         eos = eos_token_of(folder)
         self.eos_token_id: int | None = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
@@ -153,11 +140,10 @@ class LightTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of ids, including added tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text` [N]. Special tokens in it become those tokens, unless `escaper` marked them."""
+        """Return ids [N]. Special tokens count unless `escaper` marked them."""
         if MARK in text:
             return self._encode_marked(text)
         if len(text) <= _SHORT_TEXT and not add_special_tokens:
@@ -165,7 +151,7 @@ class LightTokenizer:
         return _encoded(self._tokenizer, text, add_special_tokens)
 
     def encode_after(self, prefix: str, text: str) -> list[int]:
-        """Token ids of `text` after `prefix`: no token spans both, and no space is added between them."""
+        """Encode `text` after `prefix`: no token spans both, and no space comes between."""
         prefix = prefix[-_CONTEXT:]
         start = max((prefix.rfind(token) for token in self.added_tokens), default=-1)
         before = self.encode(prefix[start:]) if start >= 0 else []
@@ -175,7 +161,7 @@ class LightTokenizer:
         return self._encode_marked(text, continues=True)
 
     def _encode_marked(self, text: str, *, continues: bool = False) -> list[int]:
-        """Ids of a text with marks. `continues`: it follows other tokens."""
+        """Encode text with marks. `continues`: it follows other tokens."""
         ids: list[int] = []
         for piece, special in self.escaper.pieces(text):
             plain = self._plain_continuing if ids or continues else self._plain
@@ -185,14 +171,14 @@ class LightTokenizer:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The same tokenizer, with special tokens as ordinary text."""
+        """The tokenizer, with special tokens as ordinary text."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain
 
     @cached_property
     def _plain_continuing(self) -> Tokenizer:
-        """Like `_plain`, for text after a token: adds nothing before the first word."""
+        """Like `_plain`, but adds nothing before the first word."""
         definition = json.loads(self._tokenizer.to_str())
         if not _without_first_space(definition):
             return self._plain
@@ -223,18 +209,17 @@ class LightTokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
-        """Id of a vocabulary piece, or ids for a list. None for an unknown piece."""
+        """Return the id of a vocabulary piece, or None if unknown."""
         if isinstance(tokens, str):
             return self._tokenizer.token_to_id(tokens)
         return [self._tokenizer.token_to_id(token) for token in tokens]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint of the vocabulary, including added tokens (`vocabulary_fingerprint`)."""
         return vocabulary_fingerprint(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """The bytes of a token, which may be part of a UTF-8 character; None if unknown."""
+        """Return a token's bytes, perhaps part of a UTF-8 character, or None if unknown."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None or not self._byte_of_char:
             return None
@@ -243,13 +228,13 @@ class LightTokenizer:
         return list(piece.encode())
 
     def piece_text(self, token_id: int) -> str:
-        """A token as in the vocabulary, with spaces for their marks; U+FFFD for an unknown one."""
+        """Return a vocabulary piece with real spaces, or U+FFFD if unknown."""
         piece = self._tokenizer.id_to_token(token_id)
         return "\ufffd" if piece is None else piece.replace("\u2581", " ")
 
 
 def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Encode as a batch, which releases the GIL and skips the tokens' offsets."""
+    """Encode as a batch, which releases the GIL and skips offsets."""
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
@@ -258,14 +243,14 @@ def _load(path: Path) -> Tokenizer:
         raise ConfigError(f"the model folder {path.parent} has no {path.name}")
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception for a malformed file.
+    except Exception as error:  # Malformed files raise bare Exception.
         raise ConfigError(f"{path} is not a tokenizer file: {error}") from error
 
 
 def _without_first_space(part: Any) -> bool:
-    """Edit a tokenizer's definition so that it adds no space before a text. Returns False if it adds none.
+    """Make a tokenizer add no space before a text. Returns False if it adds none.
 
-    A space that SentencePiece adds to every piece of text between special tokens stays.
+    SentencePiece's space between special tokens stays.
     """
     if isinstance(part, list):
         changed = [_without_first_space(each) for each in cast("list[Any]", part)]
@@ -280,7 +265,7 @@ def _without_first_space(part: Any) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte in byte-level BPE (GPT-2's `bytes_to_unicode`, inverted)."""
+    """Map characters to bytes as in byte-level BPE (GPT-2's `bytes_to_unicode`, inverted)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

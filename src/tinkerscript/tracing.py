@@ -1,12 +1,11 @@
-"""OpenTelemetry traces of episodes across the processes of a run (extra `otel`).
+"""OpenTelemetry traces of episodes across a run's processes (extra `otel`).
 
-A trace is an episode. Its id is derived from the episode's uuid, and the id of a claim's span from the
-attempt, so every process can compute them, also after a restart. W3C's `traceparent` connects the rest:
-claim -> client -> model call -> link -> sampling. A training step is its own trace, with links to the
-claims that it trained on.
+A trace is an episode. Its id comes from the episode's uuid, and a claim's span id from the attempt, so every
+process can compute them. W3C's `traceparent` connects the rest: claim -> client -> model call -> link ->
+sampling. A training step is its own trace, with links to its claims.
 
-Invariants: without OpenTelemetry's environment variables nothing of it is imported, and a span costs one
-check of a variable. A client's `traceparent` is used only for its own episode.
+Without OpenTelemetry's environment variables none of it is imported, and a span costs one check of a
+variable. A client's `traceparent` is used only for its own episode.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
-# Traces are exported over OTLP/HTTP if one of these is set.
+# Either one turns on export.
 COLLECTOR_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 HEADER = "traceparent"
@@ -37,7 +36,7 @@ _forced: ContextVar[tuple[int, int] | None] = ContextVar("ids of the next span",
 
 
 def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, exporter: Any = None) -> None:
-    """Export this process's spans to `exporter`, or where the environment says. Otherwise do nothing."""
+    """Export spans to `exporter`, or where the environment says, or nowhere."""
     global _tracer
     is_wanted = any(environ.get(name) for name in COLLECTOR_VARIABLES)
     if exporter is None and (not is_wanted or environ.get("OTEL_SDK_DISABLED", "").lower() == "true"):
@@ -62,8 +61,6 @@ def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, expo
         return
 
     class Ids(RandomIdGenerator):
-        """Uses the derived ids for a claim's span."""
-
         def generate_trace_id(self) -> int:
             forced = _forced.get()
             return forced[0] if forced else super().generate_trace_id()
@@ -80,7 +77,7 @@ def start_tracing(service: str, *, environ: Mapping[str, str] = os.environ, expo
 
 
 def stop_tracing() -> None:
-    """For tests: stop exporting."""
+    """Stop exporting. For tests."""
     global _tracer
     _tracer = None
 
@@ -96,7 +93,7 @@ def claim_ids(episode_uuid: str, attempt: int) -> tuple[int, int]:
 
 
 def claim_traceparent(episode_uuid: str, attempt: int) -> str:
-    """The `traceparent` that a client gets with its claim; empty while tracing is off."""
+    """Return a claim's `traceparent`, empty while tracing is off."""
     if _tracer is None:
         return ""
     trace, span_id = claim_ids(episode_uuid, attempt)
@@ -104,7 +101,7 @@ def claim_traceparent(episode_uuid: str, attempt: int) -> str:
 
 
 def claim_over(episode_uuid: str, attempt: int, *, began: float, ended: float, outcome: str) -> None:
-    """Export the span of a closed claim. Times are Unix times in seconds."""
+    """Export a claim's span. Times are Unix seconds."""
     if _tracer is None:
         return
     from opentelemetry.context import Context
@@ -125,10 +122,7 @@ def span(
     links: Iterable[tuple[str, int]] = (),
     **attributes: str | float,
 ) -> AbstractContextManager[Any]:
-    """A span around a block, under `parent` (a `traceparent`) or else the surrounding span.
-
-    `links`: claims, by episode and attempt.
-    """
+    """Open a span under `parent` or else the surrounding one. `links` are claims: episode and attempt."""
     return _OFF if _tracer is None else _span(name, parent, links, attributes)
 
 
@@ -144,8 +138,7 @@ def _span(
 
 
 def passing_on(parent: str) -> AbstractContextManager[Any]:
-    """Put what the block sends under `parent` (a `traceparent`), without a span of this process in
-    between."""
+    """Send under `parent` from this block, without a span of our own."""
     return _OFF if _tracer is None else _passing_on(parent)
 
 
@@ -163,7 +156,7 @@ def _passing_on(parent: str) -> Generator[None]:
 
 
 def call_span(episode_uuid: str, attempt: int, **attributes: str | float) -> AbstractContextManager[Any]:
-    """A span of a claim's request, under the span that the request names if it is of the same episode."""
+    """Open a claim's span, under the request's if it is of the same episode."""
     if _tracer is None:
         return _OFF
     claim, incoming = claim_traceparent(episode_uuid, attempt), _incoming.get()
@@ -175,12 +168,12 @@ def call_span(episode_uuid: str, attempt: int, **attributes: str | float) -> Abs
 
 
 def came_with(traceparent: str) -> None:
-    """Set the `traceparent` of the request that this task answers."""
+    """Set the `traceparent` of this task's request."""
     _incoming.set(traceparent)
 
 
 def traceparent() -> str:
-    """The current span's `traceparent`; empty without a span."""
+    """Return the current span's `traceparent`, empty without a span."""
     if _tracer is None:
         return ""
     from opentelemetry.trace import get_current_span

@@ -1,12 +1,12 @@
 """Runs inside a vLLM replica: finds the weights that the trainer names, and checks their digest.
 
-Install it next to vLLM (`pip install tinkerscript`, no extras); vLLM loads it by its entry point in
-`vllm.general_plugins`. It is active if TINKERSCRIPT_ADAPTERS names a folder, or a URL, with a folder per
-version; TINKERSCRIPT_ADAPTERS_TOKEN is a URL's bearer token. Adapters are loaded when a request names one,
-full weights by vLLM's weight transfer (`--weight-transfer-config '{"backend": "tinkerscript"}'`).
+Install it next to vLLM (`pip install tinkerscript`, no extras), which loads it by its entry point in
+`vllm.general_plugins`. It is active if TINKERSCRIPT_ADAPTERS names a folder, or a URL (with the bearer token
+TINKERSCRIPT_ADAPTERS_TOKEN), with a folder per version. Adapters load when a request names one, full weights
+by vLLM's weight transfer (`--weight-transfer-config '{"backend": "tinkerscript"}'`).
 
-Invariant: vLLM loads the same bytes that were hashed. They are read once and checked against the digest in
-the version's name.
+vLLM loads the very bytes that were hashed: they are read once and checked against the digest in the version's
+name.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ ADAPTERS_TOKEN = "TINKERSCRIPT_ADAPTERS_TOKEN"
 
 ADAPTER_FILE = "adapter_config.json"
 
-# A JSON object in each version's folder with the SHA-256 digests of its files. The version's name ends with
-# this file's digest.
+# JSON: the SHA-256 of a version's files. The version's name ends with its own digest.
 DIGESTS = "digests.json"
 
-TRANSFER = "tinkerscript"  # Our backend's name in vLLM's weight transfer.
-DIGEST_CHARACTERS = 16  # Hexadecimal digits of the digest in a version's name.
+TRANSFER = "tinkerscript"  # In vLLM.
+DIGEST_CHARACTERS = 16  # Hexadecimal, in a version's name.
 
 FETCH_TIMEOUT_S = 60.0
 
@@ -43,16 +42,15 @@ _NAME = re.compile(rf"[a-z]+-[\w.]+-\d+-([0-9a-f]{{{DIGEST_CHARACTERS}}})")
 
 
 class WrongWeightsError(ValueError):
-    """The files differ from those that the version's name stands for."""
+    """The files are not the weights that the version's name promises."""
 
 
 def is_version(name: str) -> bool:
-    """Whether `name` has the form of our versions' names."""
     return _NAME.fullmatch(name) is not None
 
 
 def write_manifest(folder: Path) -> str:
-    """Write the manifest of the weights in `folder`. Returns the digest for their name."""
+    """Write the weights' manifest. Returns the digest for their name."""
     digests: dict[str, str] = {}
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob(ADAPTER_FILE))):
         with path.open("rb") as file:
@@ -67,7 +65,7 @@ def _short(content: bytes) -> str:
 
 
 class WeightSource:
-    """Gets weights from `place`, a folder or a URL. Adapters are copied to a temporary folder."""
+    """Gets weights from a folder or URL. Adapters are copied to a temporary folder."""
 
     def __init__(self, place: str, token: str = "") -> None:
         self._place = place
@@ -78,7 +76,7 @@ class WeightSource:
         self._own.cleanup()
 
     def fetch(self, name: str) -> Path | None:
-        """Return a folder with a checked copy of an adapter; None if it is not ours or does not exist.
+        """Return a checked copy of an adapter; None if it is not ours or does not exist.
 
         Raises WrongWeightsError, OSError and httpx.HTTPError.
         """
@@ -94,9 +92,9 @@ class WeightSource:
         return folder
 
     def files_of(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """Yield the names and checked contents of a version's files, one at a time.
+        """Yield a version's checked files, one at a time.
 
-        Raises FileNotFoundError without such a version, WrongWeightsError, OSError and httpx.HTTPError.
+        Raises FileNotFoundError, WrongWeightsError, OSError and httpx.HTTPError.
         """
         for file, digest in self._manifest(name).items():
             content = self._read(name, file)
@@ -105,9 +103,9 @@ class WeightSource:
             yield file, content
 
     def verify(self, name: str) -> None:
-        """Raise WrongWeightsError, OSError or httpx.HTTPError where `files_of` would.
+        """Raise like `files_of`.
 
-        For a URL only the manifest is checked, to avoid downloading everything twice.
+        At a URL it checks only the manifest, to avoid downloading everything twice.
         """
         if self._place.startswith("http"):
             self._manifest(name)
@@ -123,7 +121,7 @@ class WeightSource:
         return json.loads(content)
 
     def _read(self, name: str, file: str) -> bytes:
-        """Raises FileNotFoundError if there is no such file."""
+        """Raises FileNotFoundError."""
         if not self._place.startswith("http"):
             return (Path(self._place) / name / file).read_bytes()
         url = f"{self._place.rstrip('/')}/{name}/{file}"
@@ -134,8 +132,7 @@ class WeightSource:
 
 
 def register() -> None:
-    """vLLM's entry point: register our resolver and weight transfer, if this server has a place for
-    weights."""
+    """Register our resolver and weight transfer if this server has a place for weights."""
     place = os.environ.get(ADAPTERS)
     if not place:
         return
@@ -165,7 +162,7 @@ def _register_transfer(source: WeightSource) -> None:
         )
         from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return  # This vLLM is too old to receive full weights.
+        return  # Too old to receive full weights.
     from safetensors.torch import load
 
     @dataclass
@@ -196,7 +193,7 @@ def _register_transfer(source: WeightSource) -> None:
 
         def finish_weight_update(self) -> None:
             reload.finalize_layerwise_reload(self.model, self.model_config)
-            # A head that shares the embeddings' weights would keep the tensors made of the old ones.
+            # A head that shares the embeddings would keep tensors of the old ones.
             if self.model_config.hf_text_config.tie_word_embeddings:
                 modules = list(self.model.modules())
                 source = next(each for each in modules if type(each) is embedding.VocabParallelEmbedding)

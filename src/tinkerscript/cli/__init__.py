@@ -1,7 +1,6 @@
 """The command line: `tinkerscript COMMAND`.
 
-This package owns the options, and `commands` has the implementations. `conventions` has what all
-commands share.
+This package owns the options, `commands` the implementations. `conventions` has what all commands share.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # Formatting help with rich would take longer than everything else together.
+    rich_markup_mode=None,  # rich takes longer to format help than all else takes.
     help="Reinforcement learning for agents whose rollouts are ordinary programs.",
 )
 

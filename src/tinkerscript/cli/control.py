@@ -1,7 +1,7 @@
-"""`tinkerscript control`: operate a running server, with the methods of the client.
+"""`tinkerscript control` operates a running server with the client's methods.
 
-Tokens are read from the environment: TINKERSCRIPT_ADMIN_TOKEN, or TINKERSCRIPT_CLIENT_TOKEN for
-`register` and `batch`, or either with `_FILE`.
+Tokens come from the environment: TINKERSCRIPT_ADMIN_TOKEN, or TINKERSCRIPT_CLIENT_TOKEN for `register` and
+`batch`, or either with `_FILE`.
 """
 
 from __future__ import annotations

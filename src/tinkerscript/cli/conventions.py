@@ -1,10 +1,8 @@
 """Options and error handling that all commands share.
 
-Users see an error as one line, with exit code 2, or 1 if a restart may help.
-
-Invariant: the modules of this package import nothing heavier than typer. Each command imports what it
-runs, so that `--help` and a base install need no more; the error for a missing package names the extra
-that installs it.
+An error is one line, with exit code 2, or 1 if a restart may help. Modules of this package import nothing
+heavier than typer, and commands import what they run, for a fast `--help` and a small base install. The error
+for a missing package names its extra.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CANNOT_RUN = 2
-"""Exit code if the user has to change something; a supervisor does not restart such a process."""
+"""The user must change something; a supervisor does not restart us."""
 
 
 def checked_server(value: str) -> str:
-    """Return the URL of a server given by its URL or its run's folder."""
+    """Return a server's URL, given that or its run's folder."""
     from tinkerscript.client.settings import checked_url, local_server_url, url_of_run
 
     try:
@@ -88,7 +86,7 @@ def log_to_stderr(format: LogFormat | None = None) -> None:
 
 @contextmanager
 def one_line_errors(*fatal: type[TinkerScriptError]) -> Generator[None]:
-    """End the command with one line, and no traceback, for our own errors.
+    """Print our own errors as one line.
 
     The exit code is 2 for `fatal` errors (by default, all), and 1 for others.
     """
@@ -100,7 +98,7 @@ def one_line_errors(*fatal: type[TinkerScriptError]) -> Generator[None]:
 
 @contextmanager
 def extra(name: str) -> Generator[None]:
-    """Import, in this block, packages that `pip install 'tinkerscript[name]'` installs."""
+    """If an import in this block fails, name the extra to install."""
     from tinkerscript.lifecycle import without_garbage_collection
 
     try:

@@ -11,8 +11,7 @@ import typer
 from tinkerscript.cli.conventions import ExitWithParent, console, extra, one_line_errors, run_to_exit
 from tinkerscript.errors import ConfigError
 
-MAIL_MB = 25
-"""Many mail servers refuse larger messages."""
+MAIL_MB = 25  # Many mail servers refuse larger messages.
 
 
 def view(

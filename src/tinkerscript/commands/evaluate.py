@@ -1,8 +1,7 @@
 """`tinkerscript eval` evaluates a model on a task through our OpenAI-compatible endpoint.
 
-Inspect's `eval_async` runs Inspect tasks and writes its usual log. `evaluate_task` runs other tasks as
-a worker does. Invariant: a rollout that raises is a failed sample with its reason in the log; it is
-never averaged into a score.
+Inspect runs its own tasks and writes its usual log; `evaluate_task` runs other tasks as a worker does. A
+rollout that raises is a failed sample, never part of a score.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from tinkerscript.workers.chat_endpoint import ChatEndpoint
 from tinkerscript.workers.inspect_task import InspectTask
 
 SERVICE = "tinkerscript"
-"""Inspect's name for the endpoint. In logs the model is `openai-api/tinkerscript/<model>`."""
+"""Inspect's logs call the model `openai-api/tinkerscript/<model>`."""
 
 
 async def evaluate_command(options: EvalOptions, console: Console) -> int:
-    """Run the eval and print its scores. Returns 1 if the eval or a sample failed, otherwise 0.
+    """Run the eval and print its scores. Returns 1 if anything failed, otherwise 0.
 
-    Raises ConfigError for an unusable task or checkpoint, and ServerUnreachableError.
+    Raises ServerUnreachableError, and ConfigError for an unusable task or checkpoint.
     """
     if kind_of(options.task) != INSPECT:
         return await evaluate_task(options, console)
@@ -60,13 +59,10 @@ async def evaluate_command(options: EvalOptions, console: Console) -> int:
 
 
 async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
-    """Run the eval of an Inspect task and return its log, which is also on disk.
-
-    Raises what `evaluate_command` raises.
-    """
+    """Run the eval of an Inspect task. Raises like `evaluate_command`."""
     info, roles = _task(options), _roles(options.model_roles)
     os.environ.setdefault("INSPECT_DISPLAY", "rich" if console.is_terminal else "none")
-    display_type()  # Makes Inspect read the variable now; eval_async would use plain lines.
+    display_type()  # Inspect must read the variable now; eval_async would use plain lines.
     async with model_endpoint(options, console) as endpoint:
         running = eval_async(
             info.fresh_task(),
@@ -115,7 +111,7 @@ def _roles(names: Mapping[str, Any]) -> dict[str, str | Model | list[str | Model
 
 
 def _plain(error: Exception) -> str:
-    # Inspect's PrerequisiteError has its text, with rich's tags, in `message`.
+    # Inspect's PrerequisiteError has rich's tags in `message`.
     text = re.sub(r"\[/?bold\]", "", str(getattr(error, "message", error)))
     return " ".join(text.split())
 
@@ -139,7 +135,7 @@ def _print(log: EvalLog, console: Console) -> None:
         for name, metric in score.metrics.items():
             table.add_row(score.name, name, f"{metric.value:.3f}")
     console.print(table)
-    # Inspect has no results if every sample failed, and does not count failures otherwise.
+    # If every sample failed, Inspect has no results.
     failed = [sample for sample in log.samples or [] if sample.error is not None]
     scored = len(log.samples or []) - len(failed)
     if log.error is not None:
@@ -159,47 +155,33 @@ MODELS_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """The options of an evaluation. Give either `checkpoint` or `server`."""
+    """Give either `checkpoint` or `server`."""
 
     task: str
-    """`file.py@name`, a registered name, or a task of another kind."""
+    """`file.py@name`, a registered name, or another kind of task."""
 
     checkpoint: str | None = None
-    """The folder or URL of a trained model to serve while the eval runs."""
-
     server: str = ""
-    """The URL of a running `tinkerscript serve --checkpoint`, or of another OpenAI-compatible endpoint."""
+    """A running `tinkerscript serve --checkpoint`, or another OpenAI-compatible endpoint."""
 
     api_key: str = "none"
     task_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     model_roles: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The model of each role, such as a grader."""
-
-    limit: int | None = None
-    """The maximum number of samples, or None."""
-
-    epochs: int | None = None
-    """The attempts at each sample, or None for the task's setting."""
-
+    limit: int | None = None  # Of samples.
+    epochs: int | None = None  # None keeps the task's setting.
     temperature: float | None = None
     max_tokens: int | None = None
     max_connections: int = 32
-    sandbox: str | None = None
-    """A sandbox that replaces the task's: `TYPE`, or `TYPE:CONFIG_FILE`."""
-
+    sandbox: str | None = None  # `TYPE` or `TYPE:CONFIG_FILE`.
     log_dir: Path = Path("logs")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEndpoint:
-    url: str
-    """Base URL for OpenAI clients."""
-
-    supervisor: Supervisor | None = None
-    """The supervisor of the server that this eval started, or None."""
+    url: str  # For OpenAI clients.
+    supervisor: Supervisor | None = None  # Set if this eval started the server.
 
     async def failed(self) -> None:
-        """Wait forever, or raise if the server or its engine cannot run."""
         if self.supervisor is None:
             await asyncio.Event().wait()
         else:
@@ -208,7 +190,7 @@ class ModelEndpoint:
 
 @asynccontextmanager
 async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerator[ModelEndpoint]:
-    """Yield the running server, or start one for the checkpoint. Raises ConfigError."""
+    """Use the running server, or start one for the checkpoint. Raises ConfigError."""
     if (options.checkpoint is None) == (not options.server):
         raise ConfigError("give either --checkpoint FOLDER or --server URL")
     if options.checkpoint is None:
@@ -219,7 +201,7 @@ async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerat
 
 
 async def model_name(url: str, options: EvalOptions) -> str:
-    """Return the name of the endpoint's first model.
+    """Return the endpoint's first model.
 
     Raises ServerUnreachableError, or ConfigError if the endpoint refuses.
     """
@@ -235,10 +217,9 @@ async def model_name(url: str, options: EvalOptions) -> str:
 
 
 async def evaluate_task(options: EvalOptions, console: Console) -> int:
-    """Run the samples, print the scores and write them. Returns 1 if a sample failed, otherwise 0.
+    """Run the samples, and print and write the scores. Returns 1 if a sample failed, otherwise 0.
 
-    Raises ConfigError for an unusable task or checkpoint or an option that only Inspect has, and
-    ServerUnreachableError.
+    Raises ServerUnreachableError, and ConfigError for an unusable task, checkpoint or option.
     """
     if options.model_roles or options.sandbox:
         raise ConfigError(

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from tinkerscript.train.samples import TaskSamples
 
 ASSUMED_PROMPT_TOKENS = 1024
-"""The assumed prompt length if clients register the samples, so that they are unknown."""
+"""Used when clients register the samples."""
 
-TEMPLATE_TOKENS = 64
-"""The approximate length that a chat template adds."""
+TEMPLATE_TOKENS = 64  # Approximate length of a chat template.
 
 MEASURED_SAMPLES = 200
 
@@ -91,7 +90,7 @@ def _processes(config: RunConfig) -> list[str]:
 
 
 def _alike(process: PlannedProcess) -> tuple[object, ...]:
-    # Processes that differ only in their number are shown once.
+    # Processes that differ only in number are shown once.
     kind = process.name.rpartition(" ")[0] or process.name
     environment = tuple((key, value) for key, value in process.environment.items() if key != "RANK")
     return kind, process.command, environment, process.on_demand
@@ -165,7 +164,7 @@ def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
 
 
 def _frozen(config: RunConfig) -> list[str]:
-    """Describe what frozen roles hold besides the policy, counting each base model once.
+    """Describe frozen roles' memory, counting each base model once.
 
     Raises ConfigError for a missing model.
     """
@@ -191,7 +190,7 @@ def _frozen(config: RunConfig) -> list[str]:
 
 
 def _dtype(engine: EngineConfig) -> torch.dtype:
-    """Return the type of the engine's matrix products, as far as known without the device."""
+    """Guess the type of matrix products without access to the device."""
     import torch
 
     from tinkerscript.engine.context import compute_dtype
@@ -243,15 +242,13 @@ def _prompt_tokens(config: RunConfig, samples: Callable[[], TaskSamples]) -> int
 
 
 def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> None:
-    """Call `note` if the largest batches may not fit on this machine.
-
-    Raises ConfigError if the weights and the optimizer, or the checkpoints, do not fit.
-    """
+    """Raise ConfigError if weights and optimizer, or checkpoints, cannot fit; call `note` if the largest
+    batches may not."""
     if config.engine.backend == "tinker":
         return
     try:
         memory, _ = _formula(config, ASSUMED_PROMPT_TOKENS)
-    except (OSError, ValueError, RuntimeError):  # The engine refuses such a model or device with the reason.
+    except (OSError, ValueError, RuntimeError):  # The engine explains the error.
         return
     if problem := _without_room(config, memory, folder):
         raise ConfigError(problem)
@@ -260,7 +257,7 @@ def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> 
 
 
 def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
-    """Return what cannot fit regardless of the batch, or ""."""
+    """Return what cannot fit whatever the batch, or ""."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine
@@ -284,7 +281,7 @@ def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
 
 
 def _too_much(config: RunConfig, memory: Memory) -> str:
-    """Return what does not fit with the largest possible batches, or ""."""
+    """Return what the largest batches would exceed, or ""."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine
@@ -338,7 +335,6 @@ def _calls(config: RunConfig) -> list[str]:
 
 
 def _recipe(config: RunConfig) -> list[str]:
-    """What the recipe sets, and which keys of the config stand in the place of its own."""
     training = config.training
     if not training.recipe or config.method == "sft":
         return []
@@ -361,7 +357,7 @@ def _learning_rate(config: RunConfig) -> list[str]:
         chosen, notes = resolved(config, folder)
         trains = rates_of(config, folder).trains
     except ConfigError:
-        return []  # `_memory` reports what is wrong with the model.
+        return []  # `_memory` explains the error.
     said = notes if config.training.learning_rate else ()
     rate = f"  {chosen.training.learning_rate:g}, for {trains}"
     return ["learning rate", rate, *(f"  {note}" for note in said)]
@@ -400,7 +396,7 @@ def _evaluation(config: RunConfig, samples: Callable[[], TaskSamples]) -> str:
         return often
     try:
         shared, number = samples().trained_too(episodes)
-    except (ConfigError, ModuleNotFoundError):  # `_memory` reports this.
+    except (ConfigError, ModuleNotFoundError):  # `_memory` explains the error.
         return often
     if not shared:
         return f"{episodes:,} held out, before and after training"

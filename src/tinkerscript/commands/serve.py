@@ -1,7 +1,6 @@
 """`tinkerscript serve` serves a model, or the episodes of a run with a separate trainer.
 
-It owns the child processes, which end with the command: the server and, for a model, `tinkerscript
-engine`.
+Its child processes, the server and for a model `tinkerscript engine`, end with it.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ class Served:
 
 
 def served_config(folder: Path, host: str, port: Port) -> RunConfig:
-    """Return the config that serves the model in `folder`, with replies limited only by the context length.
+    """Return a config in which only the context length limits replies.
 
-    Raises ConfigError for a model without a context length.
+    Raises ConfigError for a model without one.
     """
     return RunConfig(
         engine=EngineConfig(model=str(folder.absolute())),
@@ -72,10 +71,10 @@ def served_config(folder: Path, host: str, port: Port) -> RunConfig:
 async def served_checkpoint(
     checkpoint: str, host: str, port: Port, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
 ) -> AsyncGenerator[Served]:
-    """Run a model's server and engine as supervised children while the block runs.
+    """Run a model's server and engine as supervised children.
 
-    The block starts when they answer. Port 0 takes a free port. `max_restarts` applies to each child.
-    Raises ConfigError for a folder without a model, or a port in use.
+    The block starts once they answer. Port 0 takes a free port. `max_restarts` applies to each child. Raises
+    ConfigError for a folder without a model, or a port in use.
     """
     folder = model_folder(checkpoint, weights=True, note=note)
     config = served_config(folder, host, port)
@@ -113,7 +112,7 @@ async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> N
 async def serve_checkpoint(
     checkpoint: str, host: str, port: Port, console: Console, *, max_restarts: int = MAX_RESTARTS
 ) -> int:
-    """Serve a model until cancelled. Raises ConfigError."""
+    """Serve until cancelled. Raises ConfigError."""
     async with served_checkpoint(checkpoint, host, port, console.print, max_restarts=max_restarts) as served:
         open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
         key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"
@@ -126,10 +125,7 @@ async def serve_checkpoint(
 async def serve_run(
     path: Path | None, resume: Path | None, console: Console, overrides: list[str] | None = None
 ) -> int:
-    """Serve a new run folder for the config at `path`, or the folder `resume`, until cancelled.
-
-    Raises ConfigError.
-    """
+    """Serve a new run or, with `resume`, an existing one, until cancelled. Raises ConfigError."""
     if (path is None) == (resume is None):
         raise ConfigError("give exactly one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
     resume = resume and resolve_link(resume)

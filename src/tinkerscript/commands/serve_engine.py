@@ -1,4 +1,4 @@
-"""`tinkerscript engine` runs a model for a server over its link, or for Tinker's clients over HTTP."""
+"""`tinkerscript engine` runs a model for a server over its link, or for Tinker clients over HTTP."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
 async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Path | None = None) -> int:
-    """Sample from a checkpoint for the server behind `link_address`, until cancelled.
-
-    `link_keys` is the folder of any link keys. Raises ConfigError.
-    """
+    """Sample for the server behind `link_address` until cancelled. Raises ConfigError."""
     folder = model_folder(checkpoint, weights=True)
     keys = None if link_keys is None else load_trainer_keys(link_keys)
     with EmbeddedEngine(folder, checkpoint_dir=folder.parent) as engine:
@@ -58,10 +55,10 @@ async def serve_tinker(
     dtype: str,
     activation_checkpointing: bool,
 ) -> int:
-    """Serve Tinker's wire protocol to unmodified clients, until cancelled.
+    """Serve Tinker's wire protocol until cancelled.
 
-    If `name` is empty, the model is named after its folder, so that local clients find its tokenizer.
-    Raises ConfigError for a folder without a model.
+    Without a `name`, the model is named after its folder, so that local clients find its tokenizer. Raises
+    ConfigError for a folder without a model.
     """
     folder = model_folder(checkpoint, weights=True, note=console.print)
     folder = folder if hub_id_of(folder) else folder.resolve()

@@ -1,6 +1,6 @@
 """`tinkerscript show` prints the runs of a folder, the steps of a run, or one episode, as text.
 
-With `--json`, or for a path of the page's API, it prints exactly what that API replies.
+With `--json`, or for a path of the page's API, it prints the API's reply.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ STATE_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed
 PIPE_COLUMNS = 120
 
 RULE = 60
-EPISODES_NAMED = 5
-"""The number of episodes in the error for an unknown one."""
+EPISODES_NAMED = 5  # In the error for an unknown one.
 
 
 def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as_json: bool = False) -> int:
-    """Print the run in `root`, or the runs in it.
+    """Print a run, an episode, or a reply of the page's API.
 
-    `what` is the prefix of an episode's uuid, or a path of the page's API such as `/steps/3`. Raises
-    ConfigError, and NotRecordedError for what a run does not have.
+    `what` is the prefix of an episode's uuid, or a path such as `/steps/3`. Raises ConfigError, and
+    NotRecordedError for what a run lacks.
     """
     if not console.is_terminal:
         console.width = max(console.width, PIPE_COLUMNS)
@@ -108,9 +107,6 @@ def _episode(ledger: LedgerReader, prefix: str) -> str:
         raise NotRecordedError(f"{error} in {ledger.folder}; {has}") from error
 
 
-# Texts and tables
-
-
 def say(console: Console, text: str | Text, style: str = "") -> None:
     if isinstance(text, Text):
         text, style = text.plain, str(text.style)
@@ -118,7 +114,7 @@ def say(console: Console, text: str | Text, style: str = "") -> None:
 
 
 def health_lines(rows: Sequence[HealthRow]) -> list[Text]:
-    """Return a line for each bad health row, worst first."""
+    """Format bad rows, worst first."""
     return [
         Text(f"look at: {row.line()}", HEALTH_STYLES[row.kind])
         for kind in ("bad", "warn")
@@ -132,7 +128,7 @@ def _number(value: float | None, text: str = "{:.3f}") -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Make a table with a stretched last column. Titles of numeric columns start with `>`."""
+    """Make a table. `>` before a title right-aligns its column."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=not titles[-1].startswith(">"))
     for title in titles:
         numbers = title.startswith(">")
@@ -157,9 +153,6 @@ def _print_runs(view: RunList, console: Console) -> None:
         state = Text(run.state, STATE_STYLES[run.state])
         rows.append((run.name, state, f"{run.step}/{run.steps}", score, _number(run.reward), what))
     console.print(_table(("run", "state", ">step", ">held out", ">reward", "model and tasks"), rows))
-
-
-# A run
 
 
 def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root: Path) -> None:
@@ -234,13 +227,10 @@ def _episodes(lines: Iterable[EpisodeLine]) -> Table:
     return _table((*titles, "last reply, or why it failed"), rows)
 
 
-# An episode
-
-
 def _print_episode(view: EpisodeView, console: Console) -> None:
     for line in _facts(view):
         say(console, line)
-    for words, style in _conversations(view.turns):  # Not wrapped, to keep the model's own lines.
+    for words, style in _conversations(view.turns):  # Not wrapped, to keep the model's line breaks.
         console.print(plain(words), style=style, highlight=False, soft_wrap=True, markup=False)
     if not view.recorded:
         say(console, "\nIts calls were dropped to keep the ledger small (recording_limit_mb).")

@@ -1,7 +1,7 @@
 """`tinkerscript train` is everything around a run, from checking the config to the final summary.
 
-Invariant: whatever can be checked without torch is checked before its import, and a run that stops
-early prints the command that resumes it.
+What can be checked without torch is checked before its import. A run that stops early prints the command that
+resumes it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there
 
 Train = Callable[[ProgressReporter, Path | None], Coroutine[Any, Any, object]]
-"""A function that trains a run with its progress reporter, resuming or joining the given folder."""
+"""Trains, resuming or joining the given folder."""
 
 
 WORSE = 3
-"""The exit code of an unsuccessful run, whose model got worse or which trained nothing."""
+"""Exit code if the model got worse or nothing trained."""
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that torchrun sets for each process, besides WORLD_SIZE."""
+"""torchrun sets these for each process, besides WORLD_SIZE."""
 
 
 async def train_command(
@@ -74,10 +74,9 @@ async def train_command(
     join: Path | None,
     opens: bool = False,
 ) -> int:
-    """Train, print the results, and return the exit code: 0, 1 if episodes were lost, or `WORSE`.
+    """Train, print the results, and return 0, 1 if episodes were lost, or `WORSE`.
 
-    `resume` is the folder of a run to resume, `join` that of a running server. With `opens`, the run's
-    page opens in a browser. Raises ConfigError.
+    `resume` is the folder of a run to resume, `join` that of a running server. Raises ConfigError.
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
     if resume and (message := _finished(config, folder)):
@@ -116,16 +115,16 @@ async def train_command(
 
 
 def resumed(name: str | None, console: Console) -> Path | None:
-    """Return the folder of the run to resume, downloaded if it is a URL. Raises ConfigError."""
+    """Return the folder, downloaded if `name` is a URL. Raises ConfigError."""
     if name is None or not is_url(name):
         return None if name is None else Path(name)
     RUNS.mkdir(exist_ok=True)
-    with hold_lock(RUNS / f".{name_of(name)}.lock"):  # Other ranks of this run may download it too.
+    with hold_lock(RUNS / f".{name_of(name)}.lock"):  # Other ranks may download it too.
         return resumable_folder(name, RUNS, note=lambda text: _print(console, text))
 
 
 async def _copy_rest(config: RunConfig, folder: Path, console: Console) -> None:
-    """Copy what a finished run failed to copy to its URL. Raises ConfigError and UploadError."""
+    """Copy what the run failed to copy to its URL. Raises ConfigError and UploadError."""
     if is_url(config.experiment_dir):
         async with Uploads(folder, config.experiment_dir, partial(_print, console)) as uploads:
             await uploads.finish()
@@ -182,9 +181,9 @@ def _watching(progress: LineReporter | TableReporter, *, opens: bool) -> Generat
 
 
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
-    """Return whether a launcher such as torchrun started this process as a rank above 0.
+    """Return whether a launcher such as torchrun started us as a rank above 0.
 
-    Raises ConfigError if it started a number of processes other than the config's devices.
+    Raises ConfigError if it did not start one process per device.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
@@ -201,7 +200,7 @@ def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None,
 
 
 def follow_command() -> None:
-    """Work as a rank above 0 of an engine on several devices, until the engine ends."""
+    """Work as a rank above 0 until the engine ends."""
     with without_garbage_collection():
         from tinkerscript.engine.distributed import follow
 
@@ -211,10 +210,7 @@ def follow_command() -> None:
 def open_run(
     path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None
 ) -> tuple[RunConfig, Path]:
-    """Return the config and folder of a run: a new one, one to resume, or one that joins a server.
-
-    Raises ConfigError.
-    """
+    """Return the config and folder of a new, resumed or joining run. Raises ConfigError."""
     if resume is not None:
         if path is not None or join is not None:
             raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")
@@ -247,7 +243,7 @@ def _pinned(config: RunConfig, console: Console) -> RunConfig:
 
 
 def _joining(config: RunConfig, folder: Path) -> RunConfig:
-    """Take the section of the server in `folder`. Raises ConfigError for another model."""
+    """Take the server's section. Raises ConfigError for another model."""
     server = load_config(folder / "config.yaml")
     if not same_model(config.engine.model, server.engine.model):
         raise ConfigError(
@@ -298,7 +294,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def report(console: Console, config: RunConfig, folder: Path) -> int:
-    """Print the results, an assessment, and next steps, and return the exit code."""
+    """Print the results and return the exit code."""
     summary = _summary(folder)
     print_summary(console, summary, folder)
     store = config.interchange_server.store
@@ -307,7 +303,7 @@ def report(console: Console, config: RunConfig, folder: Path) -> int:
     try:
         ledger = LedgerReader(folder, store=store)
         best, rows = best_score(ledger), health_rows(ledger)
-    except (ConfigError, StoreError) as error:  # Perhaps only the server can reach its database.
+    except (ConfigError, StoreError) as error:  # Perhaps only the server reaches its database.
         unknown = f"not known: {error}"
     copied = f"copied to          {config.experiment_dir}\n" if is_url(config.experiment_dir) else ""
     _print(
@@ -331,7 +327,7 @@ def report(console: Console, config: RunConfig, folder: Path) -> int:
 
 
 def _use(config: RunConfig, folder: Path, best: BestScore | None) -> str:
-    """Return the next steps with the model: the final one, unless an earlier one is better."""
+    """Suggest what to do with the final or best model."""
     checkpoint = folder / "checkpoints" / "final"
     if best is not None:
         checkpoint = folder / "checkpoints" / f"step_{best.step:04d}"
@@ -341,7 +337,7 @@ def _use(config: RunConfig, folder: Path, best: BestScore | None) -> str:
         if not checkpoint.is_dir():
             return f"best by score      step {best.step}, {best.score:.3f}: its checkpoint was not kept"
     name = "serve the model " if best is None else "serve the best  "
-    if config.engine.backend == "tinker":  # The folder only says where the service has the weights.
+    if config.engine.backend == "tinker":  # The service has the weights.
         return f"train from it      tinkerscript train CONFIG --set engine.checkpoint={checkpoint}"
     return f"{name}   tinkerscript serve --checkpoint {checkpoint}"
 
@@ -367,24 +363,22 @@ def _print(console: Console, text: str) -> None:
 
 POLL_EVERY_S = 2.0
 POLL_TIMEOUT_S = 2.0
-NAMED = 4
-"""The number of clients to name, starting with the most claims."""
+NAMED = 4  # Clients to name, busiest first.
 
 
 CLIENT_ID = re.compile(r"[0-9a-f]{32}")
 
 LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
-"""Match the name of a trainer's worker: its number and the count of earlier starts."""
+"""Matches a trainer's worker: its number and its count of earlier starts."""
 
 
 class FleetPoll:
-    """A thread that asks a run's server for its clients, for the table in the terminal.
+    """Polls a server's clients in a thread, for the terminal's table.
 
-    Invariant: it only observes. It keeps trying if the server does not answer.
+    It only observes, and keeps trying.
     """
 
     def __init__(self, report: Callable[[WorkersNow | None], None]) -> None:
-        """`report` is called with each answer, or None."""
         self._report = report
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -408,15 +402,15 @@ class FleetPoll:
 
 
 def needs_certificate(url: str) -> bool:
-    """Return whether a server must prove its identity before it gets the token.
+    """Return whether a server must prove its identity.
 
-    A local server need not, because its certificate names the public address.
+    A local one need not: its certificate names the public address.
     """
     return not is_loopback(urlsplit(url).hostname or "")
 
 
 def client_name(client_uuid: str) -> str:
-    """Return a worker's number if the run started it, or the beginning of a uuid."""
+    """Return the number of the run's own worker, or a short uuid."""
     if found := LOCAL_WORKER.fullmatch(client_uuid):
         return f"worker {found[1]}"
     return f"client {client_uuid[:8]}" if CLIENT_ID.fullmatch(client_uuid) else client_uuid

@@ -1,5 +1,4 @@
-"""`tinkerscript view` serves the page of one run, or of all runs in a folder. A run starts it for its
-page."""
+"""`tinkerscript view` serves the page of a run, or of all runs in a folder. Runs start it too."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.page.web_app import create_page
 
 NICENESS = 10
-"""A low priority, so that the page takes no processor time from a run on this machine."""
+"""Lets a run on this machine go first."""
 
 PAGE_GRACE_S = 1
-"""Seconds for open requests, such as event streams, to finish at the end."""
+"""Seconds for open requests, such as event streams."""
 
 
 async def view_command(
@@ -34,8 +33,8 @@ async def view_command(
 ) -> int:
     """Serve the page of the runs in `root` until cancelled.
 
-    `port` None means the default one or a free one. Raises ConfigError for a folder without runs, a
-    port in use, or an address that needs a token.
+    `port` None prefers the default port. Raises ConfigError for a folder without runs, a port in use, or an
+    address that needs a token.
     """
     find_runs(root)
     check_reach(host, os.environ)
@@ -51,7 +50,7 @@ async def view_command(
 
 
 async def serve_page(root: Path, listener: socket.socket, *, certificate: str = "", key: str = "") -> int:
-    """Serve the page of the runs in `root` until cancelled. The admin token is in the environment."""
+    """Serve the page until cancelled. The admin token comes from the environment."""
     section = InterchangeConfig(
         tls_certificate=certificate, tls_key=key, trusted_proxies=["127.0.0.1", "::1"]
     )
@@ -70,7 +69,7 @@ async def serve_page(root: Path, listener: socket.socket, *, certificate: str = 
 
 
 def check_reach(host: str, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if other machines can reach the address without a good token for the page."""
+    """Raise ConfigError if other machines can reach the page without a good token."""
     if is_loopback(host):
         return
     token = read_token(environ, ADMIN_TOKEN)

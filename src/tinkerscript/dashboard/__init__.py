@@ -1,7 +1,7 @@
-"""Terminal output of a run. Nothing here influences the run.
+"""Terminal output of a run.
 
-Text from a model or a program must pass through `plain` or `one_line`, because its control characters
-could rewrite the terminal.
+Pass text from models and programs through `plain` or `one_line`: control characters could rewrite the
+terminal.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _WORD = re.compile(r"\s*\S+")
 
 
 def plain(text: str) -> str:
-    """Escape the control characters (except newlines and tabs) and lone surrogates of `text`."""
+    """Escape lone surrogates and control characters, except newlines and tabs."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def one_line(text: str) -> str:
-    """Return `plain(text)` with each run of white space as one space."""
+    """Join all words with single spaces, and escape as `plain` does."""
     return plain(" ".join(text.split()))
 
 
 def wrapped(text: str, width: int) -> str:
-    """Break the lines of `text` that are longer than `width` between words; a longer word stays whole.
+    """Wrap lines between words; a longer word stays whole.
 
-    A command continues after a backslash, so that a shell accepts it when it is copied.
+    A command gets a backslash at each break, so it can be copied.
     """
     return "\n".join(piece for line in text.split("\n") for piece in _wrapped_line(line, width))
 
@@ -45,7 +45,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def _filled(label: str, words: list[str], indent: str, width: int) -> list[str]:
-    """Fill lines with words that carry their leading space. `indent` begins every line but the first."""
+    """Fill lines with words that carry their leading space."""
     lines = [label + words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(word) <= width:
@@ -56,5 +56,5 @@ def _filled(label: str, words: list[str], indent: str, width: int) -> list[str]:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a count with its noun, such as `1 claim` or `1,200 claims`."""
+    """Format as `1 claim` or `1,200 claims`."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

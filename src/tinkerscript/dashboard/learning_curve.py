@@ -1,4 +1,4 @@
-"""Draw the learning curve of a run."""
+"""Draw a run's learning curve."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NLL_CURVE = Curve("train/nll", "training nll", "held_out/nll", "held-out nll", "
 
 
 def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_CURVE) -> None:
-    """Draw the training metric and the held-out metric of every step as a PNG."""
-    # Importing matplotlib takes a second, which only a run that draws should pay.
+    """Plot the training and the held-out metric as a PNG."""
+    # Importing matplotlib takes a second.
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -51,5 +51,5 @@ def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_
 
 def _points(metrics_file: Path, name: str) -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in metrics_file.read_text(encoding="utf-8").splitlines()]
-    # An evaluation may end steps later than the one that it follows.
+    # An evaluation may end after later steps.
     return sorted((line["step"], line[name]) for line in lines if name in line)

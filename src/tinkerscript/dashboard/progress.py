@@ -1,4 +1,4 @@
-"""`ProgressReporter` is the interface through which a training run reports to people.
+"""`ProgressReporter` is the interface through which a run reports to people.
 
 `testing.QuietReporter` is its fake.
 """
@@ -12,15 +12,9 @@ from typing import NamedTuple, Protocol
 
 
 class PendingEvaluation(NamedTuple):
-    """An evaluation that has begun."""
-
     label: str
-    step: int
-    """The one whose weights it scores."""
-
-    done: int
-    """Episodes that have ended."""
-
+    step: int  # The step that produced its weights.
+    done: int  # Finished episodes.
     total: int
 
 
@@ -29,19 +23,17 @@ class Phase(Protocol):
 
 
 class ProgressReporter(ABC):
-    """Receives a run's progress, and has no influence on the run."""
-
     @abstractmethod
     def begin(self, steps: int, *, done: int = 0) -> None:
-        """Announce `steps` training steps. A resumed run has already done `done` of them."""
+        """Announce `steps` training steps, of which `done` are done."""
 
     @abstractmethod
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Report that the run waits for `what` until the context exits."""
+        """Report a wait until the context exits."""
 
     @abstractmethod
     def phase(self, label: str, *, total: int) -> AbstractContextManager[Phase]:
-        """Report a batch of `total` episodes, which ends when the context exits."""
+        """Report a batch of `total` episodes until the context exits."""
 
     @abstractmethod
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -50,18 +42,18 @@ class ProgressReporter(ABC):
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None: ...
 
     def pending(self, evaluations: Sequence[PendingEvaluation]) -> None:  # noqa: B027 (most show phases)
-        """These evaluations have begun and not ended."""
+        """Show evaluations that have begun and not ended."""
 
     @abstractmethod
     def note(self, message: str) -> None:
-        """Show a message to the user, for example that a worker was restarted."""
+        """Show the user a message."""
 
 
 def time_left_s(steps: int, first: tuple[int, float], last: tuple[int, float], now: float) -> float | None:
-    """Estimate the seconds until the last of `steps` steps ends, from the pace between two finished steps.
+    """Estimate the seconds until the last of `steps` steps ends.
 
-    `first` and `last` are pairs of a step and its end time. The result is None after the last step, and
-    when a step takes more than twice the usual time.
+    `first` and `last` are steps with their end times. Returns None after the last step, and when a step takes
+    more than twice the usual time.
     """
     pace = (last[1] - first[1]) / (last[0] - first[0])
     passed, later = now - last[1], steps - last[0] - 1
@@ -70,11 +62,10 @@ def time_left_s(steps: int, first: tuple[int, float], last: tuple[int, float], n
 
 
 def rate_text(per_s: float) -> str:
-    """Format a rate, such as 0.3, 1.4 or 84."""
+    """Format as 0.3, 1.4 or 84."""
     return f"{per_s:.2g}" if per_s < 9.95 else f"{per_s:.0f}"
 
 
 def role_rewards(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Map each trained role to its mean reward in a step's metrics."""
     names = (name.split("/", 2) for name in metrics if name.startswith("role/"))
     return {role: metrics[f"role/{role}/reward/mean"] for _, role, rest in names if rest == "reward/mean"}

@@ -1,7 +1,4 @@
-"""`RunTable` shows a run as a few lines of text: its progress, waits, last steps and workers.
-
-Invariant: every line is narrower than the screen.
-"""
+"""`RunTable` shows a run as a few lines of text, each narrower than the screen."""
 
 from __future__ import annotations
 
@@ -17,30 +14,28 @@ from tinkerscript.dashboard import counted, one_line
 from tinkerscript.dashboard.progress import rate_text, role_rewards, time_left_s
 
 STEPS_SHOWN = 5
-PACE_STEPS = 20
-"""The number of last steps that determine the pace."""
+PACE_STEPS = 20  # The pace is measured over these.
 
 BAR, GAP = 24, 2
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARKLINE = 40
-"""The maximum number of characters. In a longer run each character is the mean of several steps."""
+"""In a longer run each character averages several steps."""
 
 LABEL = 10
-"""The width of the label column below the table."""
 
 Metrics = Mapping[str, float]
 Part = tuple[str, str]
 
 
 def short_time(seconds: float) -> str:
-    """Format a duration, such as 0.02 s, 12.3 s, 4:05 min or 1:02 h."""
+    """Format as 0.02 s, 12.3 s, 4:05 min or 1:02 h."""
     if seconds < 99.95:
         return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
     return _clock_time(seconds)
 
 
 def whole_time(seconds: float) -> str:
-    """Format a duration without fractions, such as 12 s, 4:05 min or 1:02 h."""
+    """Format as 12 s, 4:05 min or 1:02 h."""
     return f"{int(seconds)} s" if seconds < 60 else _clock_time(seconds)
 
 
@@ -51,25 +46,17 @@ def _clock_time(seconds: float) -> str:
 
 @dataclass
 class WorkersNow:
-    """The clients of the run and their claims at one moment."""
-
-    claims: dict[str, int]
-    """The number of claimed episodes of the busiest clients."""
-
+    claims: dict[str, int]  # Of the busiest clients.
     clients: int
     claimed: int
-    waiting: int
-    """The number of episodes without a claim."""
-
+    waiting: int  # Unclaimed episodes.
     idle: int
-    """The number of clients that wait for an episode."""
-
     quarantined: int
 
 
 @dataclass
 class TableRow:
-    """A step. Step 0 stands for everything before the first."""
+    """A step. Step 0 is everything before the first."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -93,12 +80,9 @@ def _train(metrics: Metrics) -> str:
 @dataclass(frozen=True)
 class Column:
     title: str
-    needs: str
-    """The metric without which the cell stays empty."""
-
+    needs: str  # Without it the cell is empty.
     text: Callable[[Metrics], str]
-    rank: int
-    """The order of removal when the screen is narrow, highest first."""
+    rank: int  # On a narrow screen, the highest goes first.
 
     def cell(self, metrics: Metrics) -> str:
         return self.text(metrics) if self.needs in metrics else ""
@@ -122,8 +106,7 @@ RUN_COLUMNS = (
 COUNTED = (
     *("episodes/retried", "episodes/stale"),
     *("groups/trained", "groups/same_reward", "groups/dropped"),
-)
-"""The metrics that are summed over all steps."""
+)  # Summed over all steps.
 
 HELD_OUT_COLUMN = "held out"
 HELD_OUT_RANK = 0
@@ -132,27 +115,24 @@ HELD_OUT_RANK = 0
 class RunTable:
     """The state of a run, and its text.
 
-    It is not thread-safe: the run updates it on one thread and `frame` is called on another, so the
-    caller must lock it.
+    Callers must lock it: the run updates it on one thread and `frame` runs on another.
     """
 
     def __init__(self, began: float) -> None:
-        """`began` is a time on the clock of `frame`."""
+        """`began` uses the clock of `frame`."""
         self.began = began
         self.steps = 0
         self.page = ""
-        self.waits: list[tuple[str, float]] = []
-        """Pending waits with their start times; the last is the innermost."""
-
+        self.waits: list[tuple[str, float]] = []  # The last is the innermost.
         self.batch: tuple[str, int, int] | None = None
-        """The batch's label, its finished episodes and its size. Size 0 means unknown."""
+        """Label, finished episodes, size (0 if unknown)."""
 
         self.batch_began = began
         self.workers: WorkersNow | None = None
         self._step = 0
         self._rows: deque[TableRow] = deque(maxlen=STEPS_SHOWN)
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
-        # A column that has had a value stays, so that the table does not jump.
+        # Columns stay, so that the table does not jump.
         self._titles: set[str] = set()
         self._rewards: list[float] = []
         self._role_rewards: dict[str, list[float]] = {}
@@ -164,7 +144,8 @@ class RunTable:
         self.steps, self._step = steps, done
 
     def step(self, step: int, metrics: Metrics, now: float) -> None:
-        if not self._ends and self.batch_began > self.began:  # The first step's batch, after any evaluation.
+        # The pace starts with the first step's batch, after any evaluation.
+        if not self._ends and self.batch_began > self.began:
             self._ends.append((self._step, self.batch_began))
         self._step = step
         self._ends.append((step, now))
@@ -184,15 +165,12 @@ class RunTable:
             self._rows.append(TableRow(step))
         self._failures[f"of evaluation {label}"] += failed
         if math.isfinite(score):
-            for row in self._rows:  # It may be no longer among them: steps go on while an evaluation runs.
+            for row in self._rows:  # The row may be gone: steps continue during an evaluation.
                 row.held_out = score if row.step == step else row.held_out
             self._scores.append((label, score))
 
-    # Lines
-
     def frame(self, columns: int, rows: int, now: float) -> list[Text]:
-        """Return the lines for a screen of `columns` by `rows`. The least important are left out when rows
-        are few."""
+        """Fill a screen of `columns` by `rows`. The least important lines go first."""
         head, room = [self._heading(columns, now), self._activity(now)], rows - 3
         table, facts = self._table(columns - 1), self._facts(columns - 1)
         if len(table) + len(facts) + 2 <= room:
@@ -204,7 +182,7 @@ class RunTable:
         return _cut(lines, columns)
 
     def last_frame(self, columns: int) -> list[Text]:
-        """Return the lines that remain on the screen after the run: its last steps and its problems."""
+        """Return the last steps and the run's problems, to leave on the screen."""
         problems, table = self._problems().items(), self._table(columns - 1)
         facts = [line for label, parts in problems for line in _lines(label, parts, columns - 1)]
         return _cut([Text(), *table, Text(), *facts, Text()], columns) if table else []
@@ -238,7 +216,7 @@ class RunTable:
         rate = f"   {rate_text(done / seconds)} ep/s" if done and seconds > 1 else ""
         episodes = f"{done:,} of {total:,} episodes" if total else f"{done:,} episodes"
         text = Text.assemble("sampling ", one_line(label), f": {episodes}", (rate, "dim"))
-        if total:  # The bar comes last, so that a narrow screen cuts only it.
+        if total:  # Last, so a narrow screen cuts only the bar.
             _add_bar(text.append("  "), BAR, done / total)
         return text
 
@@ -348,7 +326,7 @@ def _width(column: tuple[int, int, str, list[str]]) -> int:
 
 
 def sparkline(values: list[float]) -> str:
-    """Draw values as characters of different height. Neighbors share a character if there are too many."""
+    """Draw values as bars, averaging neighbors if there are too many."""
     cells = min(SPARKLINE, len(values))
     edges = [round(at * len(values) / cells) for at in range(cells + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]

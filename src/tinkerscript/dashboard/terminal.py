@@ -22,7 +22,6 @@ from tinkerscript.dashboard.run_table import RunTable, WorkersNow
 
 @contextmanager
 def shown_progress(console: Console) -> Generator[LineReporter | TableReporter]:
-    """Show a run while the context is open: as a live table on a terminal, otherwise as lines."""
     if console.is_interactive and console.file.isatty():
         with TableReporter(console).opened() as reporter:
             yield reporter
@@ -31,7 +30,7 @@ def shown_progress(console: Console) -> Generator[LineReporter | TableReporter]:
 
 
 def open_in_browser(url: str, note: Callable[[str], object]) -> None:
-    """Open `url` in the user's browser without blocking. `note` is called if no browser is found."""
+    """Open `url` without blocking. Call `note` if no browser is found."""
 
     def work() -> None:
         if not webbrowser.open(url):
@@ -41,13 +40,11 @@ def open_in_browser(url: str, note: Callable[[str], object]) -> None:
 
 
 def print_wrapped(console: Console, text: str, style: str = "") -> None:
-    """Print `text`, with long lines broken between words on a terminal (see `wrapped`)."""
     shown = wrapped(text, console.width) if console.is_terminal else text
     console.print(shown, style=style, highlight=False, soft_wrap=True, markup=False)
 
 
 def print_summary(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Print the table of a finished run's `summary.json`, and its alignment report."""
     table = Table(show_header=False, title=f"Run {folder.name}", title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -105,15 +102,12 @@ def _role_rows(role: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-REPORT_WAIT_AFTER_S = 2.0
-"""Seconds before a wait is reported."""
+REPORT_WAIT_AFTER_S = 2.0  # Before a wait is reported.
 
-REPORT_PROGRESS_AFTER_S = 10.0
-"""Seconds before the progress of a batch is reported."""
+REPORT_PROGRESS_AFTER_S = 10.0  # Before a batch's progress is reported.
 
 REPORT_AGAIN_AFTER_S = 60.0
-"""Seconds before either is reported again, and before the first wait of a run is: the page's address
-should be the first line."""
+"""A run's first wait is also reported this late, so the page's address comes first."""
 
 SHOWN_METRICS: dict[str, Callable[[float], str]] = {
     "reward/mean": "reward {:.3f}".format,
@@ -122,12 +116,10 @@ SHOWN_METRICS: dict[str, Callable[[float], str]] = {
     "episodes_per_s": lambda rate: f"{rate_text(rate)} episodes/s",
     "tokens_per_s": "{:.0f} tokens/s".format,
 }
-"""The metrics that a step's line contains, with their formats."""
 
 
 class LineReporter(ProgressReporter):
     def __init__(self, console: Console, *, report_after_s: float = REPORT_WAIT_AFTER_S) -> None:
-        """`report_after_s` is the number of seconds before a wait is reported."""
         self._console = console
         self._say_after_s = report_after_s
         self._steps = 0
@@ -152,7 +144,7 @@ class LineReporter(ProgressReporter):
 
     @contextmanager
     def _reported(self, text: Callable[[], str], *, after_s: float) -> Generator[None]:
-        # A thread prints the text, because a wait may block the event loop.
+        # A thread prints, because a wait may block the event loop.
         ended = threading.Event()
 
         def report() -> None:
@@ -202,7 +194,7 @@ ASCII = str.maketrans("━─±→…▁▂▃▄▅▆▇█", "=-~>~..:-=+*#")
 
 
 class TableReporter(ProgressReporter, Phase):
-    """Shows a live table on a terminal. Keep `opened` active during the run."""
+    """Shows a live table while `opened` is active."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -213,13 +205,13 @@ class TableReporter(ProgressReporter, Phase):
 
     @contextmanager
     def opened(self) -> Generator[TableReporter]:
-        """Show the table while the context is open, and leave the last steps on the screen."""
+        """Leave the last steps on the screen at the end."""
         self._live.start()
-        self._console.show_cursor()  # A killed process would leave the terminal without one.
+        self._console.show_cursor()  # A killed process may have hidden it.
         try:
             yield self
         finally:
-            with suppress(OSError):  # The terminal may be gone; the run is not.
+            with suppress(OSError):  # The run outlives a closed terminal.
                 self._live.stop()
         for line in self._table.last_frame(self._console.width):
             self._console.print(self._readable(line), highlight=False, no_wrap=True)
@@ -234,8 +226,6 @@ class TableReporter(ProgressReporter, Phase):
         if self._console.options.ascii_only:
             line.plain = line.plain.translate(ASCII)
         return line
-
-    # Progress
 
     def begin(self, steps: int, *, done: int = 0) -> None:
         with self._lock:
@@ -280,13 +270,10 @@ class TableReporter(ProgressReporter, Phase):
     def note(self, message: str) -> None:
         print_wrapped(self._console, message, "yellow")
 
-    # Page and workers
-
     def page(self, url: str) -> None:
         with self._lock:
             self._table.page = url
 
     def workers(self, workers: WorkersNow | None) -> None:
-        """Show the state of the workers, or nothing if it is None."""
         with self._lock:
             self._table.workers = workers

@@ -1,6 +1,5 @@
-"""The page of a run: an API and a browser view of what it recorded and what it does now.
+"""The page of a run: an API and a browser view of its ledger and its live server.
 
-One module per view computes the API's replies: `overview`, `curves`, `steps`, `held_out`, `lines`,
-`episode_view`, `token_view`, `transcript_view`. `web_app` serves them, `tinkerscript show` prints them,
+Each view has a module that computes its API replies. `web_app` serves them, `tinkerscript show` prints them,
 and `static/` is the page.
 """

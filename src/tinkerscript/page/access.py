@@ -1,9 +1,8 @@
-"""Access to the page (`PageAccess`, an ASGI middleware), and the audit log of changes.
+"""Access control for the page (`PageAccess`), and the audit log of changes.
 
-Invariants: with an admin token, only the login form is served without the token or a cookie obtained
-with it. Without one, only requests to a loopback name are served, so that other sites cannot reach the
-page under another name. A request that changes something must come from the page, and tokens are never
-in a URL.
+With an admin token, all but the login form needs the token or its cookie. Without one, only requests to a
+loopback name are served, so other sites cannot reach the page under another name. Changes must come from the
+page, and no URL contains a token.
 """
 
 from __future__ import annotations
@@ -28,21 +27,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinkerscript.asgi import problem_with_site
 
 AUDIT_FILE = "audit.jsonl"
-"""The log in the run's folder of changes through the page."""
 
 COOKIE = "tinkerscript_session_"
-"""The prefix of the cookie's name. Cookies ignore ports, so that runs with different tokens on one host
-need different names."""
+"""Cookies ignore ports, so each run on a host needs its own name."""
 
 SESSION_S = 30 * 24 * 3600
 OPEN_PATHS = frozenset({"/", "/docs", "/favicon.ico", "/api/login", "/api/session"})
-"""Paths that anyone may load: the page's files with the login form, and the form's requests."""
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'"
 )
-"""Allow nothing from other hosts, and no scripts except our files."""
+"""Allow nothing from other hosts and no scripts but ours."""
 
 HEADERS = {
     "content-security-policy": CONTENT_POLICY,
@@ -58,13 +54,10 @@ logger = logging.getLogger(__name__)
 
 
 class PageSessions:
-    """Cookies for users who have shown the admin token."""
-
     def __init__(self, admin_token: str | None, *, clock: Callable[[], float] = time.time) -> None:
-        """Without an `admin_token`, everyone may enter."""
         self._token = admin_token
         self._clock = clock
-        # The secret is derived from the token. A random one would end all sessions at a restart.
+        # A random secret would end all sessions at a restart.
         self._secret = hashlib.sha256(b"tinkerscript page " + (admin_token or "").encode()).digest()
         self.cookie_name = COOKIE + hashlib.sha256(b"cookie " + self._secret).hexdigest()[:12]
 
@@ -89,7 +82,6 @@ class PageSessions:
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
     def may_enter(self, headers: Headers) -> bool:
-        """Return whether the sender of these headers has shown the token."""
         if not self.are_needed:
             return True
         scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -107,7 +99,7 @@ def _cookie(header: str, name: str) -> str:
 
 
 class PageAccess:
-    """Checks every request, and adds the headers that confine the page."""
+    """Checks every request, and confines the page by response headers."""
 
     def __init__(self, app: ASGIApp, *, sessions: PageSessions) -> None:
         self._app = app
@@ -139,17 +131,13 @@ class PageAccess:
         return None
 
 
-# The audit log
-
-
 def write_audit(
     folder: Path, request: Request, action: str, details: Mapping[str, object] | None = None
 ) -> None:
-    """Append an action to the audit log in the run's folder."""
     who = request.client.host if request.client else ""
     entry = {"time": time.time(), "from": who, "action": action}
     line = json.dumps({**entry, **(details or {})})
-    # A folder from elsewhere may have a link or a pipe in place of the file.
+    # A foreign folder may have a link or a pipe here.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with os.fdopen(os.open(folder / AUDIT_FILE, flags, 0o666), "a", encoding="utf-8") as file:
         file.write(f"{line}\n")
@@ -157,7 +145,7 @@ def write_audit(
 
 
 def read_audit(folder: Path) -> list[dict[str, Any]]:
-    """Return the last actions, newest first."""
+    """Return the latest actions, newest first."""
     path = folder / AUDIT_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in reversed(lines[-1000:])]

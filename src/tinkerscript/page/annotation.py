@@ -1,7 +1,6 @@
-"""`Annotation` is the note and tags that people give a run, stored in its folder.
+"""The note and tags that people give a run, stored in its folder.
 
-Invariant: the folder may come from elsewhere, so reads are bounded, and an invalid file counts as no
-annotation.
+A foreign folder may have anything here, so reads are bounded, and an invalid file is ignored.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from tinkerscript.files import write_json
 ANNOTATION_FILE = "annotation.json"
 
 MAX_NOTE_CHARS, MAX_TAG_CHARS, MAX_TAGS = 4000, 40, 20
-MAX_BYTES = 64 * 2**10
-"""The maximum size of the file. The longest annotation takes less."""
+MAX_BYTES = 64 * 2**10  # More than the longest annotation takes.
 
 
 def _unique(tags: list[str]) -> list[str]:

@@ -1,7 +1,6 @@
-"""Curves of metrics over steps, differences between the configs of runs, and token alignment over time.
+"""Metric curves, config differences between runs, and token alignment over time.
 
-Invariant: a curve has at most the requested number of points, whatever the number of steps. Each point
-is the mean of a span, with its lowest and highest value.
+A curve has a bounded number of points, each the mean, minimum and maximum of a span.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def metrics(ledger: LedgerReader) -> list[Metric]:
 
 
 def metric_names(ledger: LedgerReader, prefix: str = "") -> list[str]:
-    # Each metric has a row per step, so the index lets the query skip from one name to the next.
+    # The index lets us skip from name to name.
     following = "SELECT min(name) FROM metrics WHERE name > ? AND name < ?"
     names: list[str] = []
     last, end = prefix, f"{prefix}\U0010ffff"
@@ -74,7 +73,7 @@ def metric_names(ledger: LedgerReader, prefix: str = "") -> list[str]:
 
 
 def curve(ledger: LedgerReader, name: str, *, points: int = 400) -> MetricCurve | None:
-    """Return the curve of one metric, or None if the run lacks it."""
+    """Return a curve, or None without the metric."""
     low, high = ledger.rows(_SPAN, (name,))[0]
     if low is None:
         return None
@@ -89,7 +88,7 @@ def curves(ledger: LedgerReader, names: Iterable[str], *, points: int = 400) -> 
 
 
 def config_differences(configs: Mapping[str, Mapping[str, Any]]) -> list[ConfigDifference]:
-    """Return settings that differ between runs, or for a single run from the defaults."""
+    """Return settings that differ between runs, or a single run's from the defaults."""
     if len(configs) == 1:
         configs = {"default": RunConfig().model_dump(mode="json"), **configs}
     flat = {run: dict(_flat(config)) for run, config in configs.items()}
@@ -159,7 +158,7 @@ def alignment_view(ledger: LedgerReader) -> AlignmentView:
 
 
 def found_in(ledger: LedgerReader, kind: str, name: str) -> FindingPage:
-    """Return the newest findings of a kind and name. Raises NotRecordedError if there are none."""
+    """Return the newest findings. Raises NotRecordedError without any."""
     query = (
         "SELECT step, detail, count, episode FROM findings WHERE kind = ? AND name = ? AND undone = 0 "
         f"ORDER BY number DESC LIMIT {MAX_ROWS}"

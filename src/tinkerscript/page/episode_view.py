@@ -1,4 +1,4 @@
-"""An episode: its conversation call by call, its scores, its attempts and the other episodes of its group."""
+"""An episode: its conversation, scores and attempts, and the other episodes of its group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
 EPISODE_TEXT_CHARS = 50_000
-"""The maximum length of a text in a message. The token view has the rest."""
+"""The maximum length of a message. The token view has the rest."""
 
 MAX_SIBLINGS = 256
 
@@ -145,7 +145,7 @@ def find_episode(ledger: LedgerReader, prefix: str) -> str:
 
 
 def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
-    """Return the view of one episode, by its whole uuid. Raises NotRecordedError."""
+    """Return an episode's view, by its whole uuid. Raises NotRecordedError."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found:
         raise NotRecordedError(f"the run has no episode {uuid!r} that ended")
@@ -188,24 +188,19 @@ def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
 
 class EpisodeSequence(NamedTuple):
     role: str
-    number: int
-    """The number among the role's sequences, from 0."""
-
+    number: int  # Among the role's sequences, from 0.
     rollout: Rollout
     first: int
-    """The index of the role's first sequence in the episode."""
 
     def used_in(self, step: Iterable[TrainedSequence]) -> TrainedSequence | None:
-        """Return what a step did with the sequence."""
         return next((each for each in step if (each.role, each.number) == (self.role, self.number)), None)
 
 
-Steps = Mapping[int, Sequence[TrainedSequence]]
-"""A step's use of an episode's sequences, by step."""
+Steps = Mapping[int, Sequence[TrainedSequence]]  # How each step used an episode's sequences.
 
 
 def recorded_sequences(ledger: LedgerReader, uuid: str) -> tuple[list[EpisodeSequence], Steps] | None:
-    """Return an episode's sequences and what each step did with them, or None if its tokens were dropped."""
+    """Return an episode's sequences and their use by each step, or None if its tokens were dropped."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found or found[0]["emptied"]:
         return None
@@ -221,10 +216,8 @@ def _chat_of(steps: Steps) -> TrainedSequence | None:
 
 
 def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[EpisodeSequence]:
-    """Return the training sequences: the policy's, then those of each trained role, by name.
-
-    In supervised fine-tuning, the chat is the only sequence.
-    """
+    """Return the policy's training sequences, then each trained role's. A chat of fine-tuning is a single
+    one."""
     if chat := _chat_of(steps):
         tokens = unpack_ids(chat.chat)
         trained = np.frombuffer(chat.chat_trained, np.uint8).astype(np.bool_)
@@ -240,8 +233,8 @@ def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[Episode
 
 
 def siblings(ledger: LedgerReader, own: EpisodeLine) -> list[EpisodeLine]:
-    """Return the episodes of an episode's group that count, or if it was undone, the undone ones."""
-    # SQLite would use an index on `e.step = ?` and scan all episodes of clients' samples.
+    """Return the group's episodes that count, or the undone ones for an undone episode."""
+    # Without `+ 0` SQLite would scan all episodes of clients' samples.
     rest = "e.group_id = ? AND e.step + 0 = ? AND e.label = ? AND e.undone = ? ORDER BY e.end_number"
     given = (own.group_id, own.step, own.label, own.undone or 0)
     return lines(ledger, rest, given, limit=MAX_SIBLINGS)

@@ -1,7 +1,7 @@
-"""A run as one HTML file that needs no server: the page's code and the replies that it requests.
+"""Export a run as one HTML file that needs no server: the page's code and the replies it requests.
 
-Invariant: the file runs only the page's script, whose digest is in its content-security policy, and
-requests nothing from other hosts. The page reports omitted data.
+Its content-security policy admits only that script, by digest, and no other hosts. The page reports omitted
+data.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from tinkerscript.page.steps import StepLine, step_page, step_view
 from tinkerscript.page.token_view import token_view
 
 PAGE_FILES = Path(__file__).parent / "static"
-TOKENS_PER_REPLY = 2048
-"""The number of tokens per request, as in `tokens.js`."""
+TOKENS_PER_REPLY = 2048  # As in `tokens.js`.
 
-EXPORTED_TOKENS = 20_000
-"""The number of tokens of a sequence in the file."""
+EXPORTED_TOKENS = 20_000  # Per sequence.
 
 CURVE_POINTS = 300
 MAX_STEP_LINES = 10_000
@@ -42,11 +40,10 @@ _EXPORTED = re.compile(r"^export (?=(async )?(function|const|class) )", re.MULTI
 
 
 def export_run(name: str, ledger: LedgerReader, *, steps: int = 20, episodes: int = 300) -> str:
-    """Return the HTML of a run.
+    """Return a run as HTML.
 
-    `steps` is the number of steps to include with their groups, evenly spaced with the first and the
-    last. `episodes` is the number of episodes to include with conversations and tokens, from the
-    evaluations and these steps.
+    Includes `steps` steps, evenly spaced from first to last, with their groups, and up to `episodes`
+    conversations with their tokens.
     """
     replies = {path: _plain(reply) for path, reply in _replies(name, ledger, steps, episodes)}
     return _html(f"{name} · TinkerScript", _bundle(), to_json(replies, inf_nan_mode="null").decode())
@@ -56,9 +53,6 @@ def _plain(reply: Any) -> Any:
     if isinstance(reply, BaseModel):
         return reply.model_dump(mode="json")
     return [_plain(item) for item in reply] if isinstance(reply, list) else reply  # pyright: ignore[reportUnknownVariableType]
-
-
-# The page's requests
 
 
 def _replies(name: str, ledger: LedgerReader, steps: int, episodes: int) -> Iterator[tuple[str, Any]]:
@@ -133,9 +127,6 @@ def _spaced(items: list[Any], number: int) -> list[Any]:
     return [items[round(at * last / max(1, number - 1))] for at in range(number)]
 
 
-# The file
-
-
 def _bundle() -> str:
     order: list[str] = []
     _visit("app.js", order)
@@ -156,11 +147,11 @@ def _variable(name: str) -> str:
 
 
 def _function(name: str) -> str:
-    """Rewrite a module as the body of a function from imports to exports."""
+    """Rewrite a module as a function body, from imports to exports."""
     text = (PAGE_FILES / name).read_text(encoding="utf-8")
     names = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", text, re.MULTILINE)
     renamed: dict[str, str] = {}
-    if found := re.search(r"export\s*\{([^}]*)\};?\s*$", text):  # In Preact, which is minified.
+    if found := re.search(r"export\s*\{([^}]*)\};?\s*$", text):  # Minified Preact.
         pairs = [pair.split(" as ") for pair in found[1].split(",")]
         renamed = {pair[-1]: pair[0] for pair in pairs}
         text = text[: found.start()]
@@ -190,7 +181,7 @@ def _html(title: str, script: str, replies: str) -> str:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(styles)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    data = replies.replace("<", "\\u003c")  # No text can end the script element or begin a comment in it.
+    data = replies.replace("<", "\\u003c")  # No text can end the script element.
     return f"""<!doctype html>
 <html lang="en">
 <head>

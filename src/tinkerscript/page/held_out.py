@@ -1,4 +1,4 @@
-"""Held-out samples: evaluations compared by sample, and one sample over the policy's versions."""
+"""Compare evaluations sample by sample, and show one sample over policy versions."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SELECT min(a.policy_version), count(*), avg(reward) FROM episodes AS e
 
 
 def compare(ledger: LedgerReader, query: ComparisonQuery) -> Comparison:
-    """Compare two evaluations sample by sample. Raises NotRecordedError."""
+    """Raises NotRecordedError."""
     every = evaluations(ledger)
     if not every:
         raise NotRecordedError("the run has not been evaluated yet")
@@ -139,16 +139,14 @@ def _change(
 
 @dataclass(frozen=True, slots=True)
 class SampleContent:
-    """What an episode works on; empty if unknown."""
-
     id: str = ""
     task: str = ""
+    # Inspect's `Sample`, or a client's registration.
     content: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Inspect's `Sample` as JSON, or a client's registration."""
 
 
 def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
-    """Return None for an unknown sample. Raises NotRecordedError if `digest` is not a digest."""
+    """Return None if unknown. Raises NotRecordedError for a malformed digest."""
     try:
         row = ledger.row("SELECT payload FROM samples WHERE digest = ?", (bytes.fromhex(digest or ""),))
     except ValueError as error:
@@ -162,7 +160,7 @@ def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
 
 
 def input_text(sample: Mapping[str, Any]) -> str:
-    """Return the question of a sample. Clients may register anything."""
+    """Return a sample's question. Clients may register any JSON."""
     given = sample.get("input", "")
     return (
         "\n".join(map(_message_text, cast("list[Any]", given))) if isinstance(given, list) else as_text(given)
@@ -192,7 +190,7 @@ def as_text(value: Any) -> str:
 def sample_view(
     ledger: LedgerReader, digest: str, *, before: int | None = None, limit: int = 50
 ) -> SampleView:
-    """Return the view of one sample. Raises NotRecordedError."""
+    """Raises NotRecordedError."""
     sample = sample_of(ledger, digest)
     if sample is None:
         raise NotRecordedError(f"the run has no sample {digest!r}")

@@ -6,8 +6,8 @@
     score/exact=0           on scores, and on metrics that the program logged
     client:worker-3 7f3a    ids and names, by their beginning
 
-Invariant: lists are read in pages from the newest episode on, by an index or for at most `SCAN_S`
-seconds, so the time does not depend on the size of the run. A search reports where to continue.
+Lists are read in pages, newest episodes first, by an index or for at most `SCAN_S` seconds, however large the
+run is. A search reports where to continue.
 """
 
 from __future__ import annotations
@@ -30,18 +30,16 @@ from tinkerscript.page.search_index import BAD_CALLS, SearchIndex, reply_text, s
 
 MAX_LINES = 200
 FIRST_ROWS, SCAN_ROWS = 64, 2000
-"""Episodes per query. The first query reads few, because most lists need no more."""
+"""The first query reads few rows, because most lists need no more."""
 
 SPAN = 20_000
-"""The range of episodes that one filtered query covers."""
 
 SCAN_S = 1.0
-"""Seconds after which a filtered list returns its results so far."""
+"""A filtered list stops after this time and returns its results so far."""
 
 PREVIEW_CHARS = 160
 
 QUEUED = "queued_s"
-"""The metric with the seconds that an episode waited for its final claim."""
 
 Show = Literal["all", "accepted", "failed", "truncated", "trained", "untrained"]
 
@@ -56,8 +54,8 @@ LEFT JOIN trained AS t ON t.episode = e.sequence AND t.undone = 0 AND t.outcome 
     AND t.step = (SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0)
     AND t.role = (SELECT min(role) FROM trained WHERE episode = e.sequence AND undone = 0 AND step = t.step)
 """
-"""Episodes with their last claim, and what the first step did with them for the policy with the first
-name; the run's own policy has an empty name."""
+"""Episodes with their last claim, and how the first step used them, for the policy with the first name; the
+run's own has an empty name."""
 
 _CALLS = """
 SELECT episode, attempt, count(*) AS calls, min(nullif(created, 0)) AS started,
@@ -88,7 +86,6 @@ SELECT failure FROM attempts WHERE episode = ? AND failure IS NOT NULL
 """
 
 Episode = dict[str, Any]
-"""A row of `EPISODE_ROWS` with the totals of its calls."""
 
 
 class EpisodeLine(BaseModel):
@@ -133,8 +130,7 @@ class EpisodePage(BaseModel):
 
 
 def episodes(ledger: LedgerReader, rest: str, parameters: Sequence[Any] = ()) -> list[Episode]:
-    """Return episodes that ended or failed. `rest` is the WHERE of `EPISODE_ROWS` and the remaining
-    clauses."""
+    """Return ended episodes. `rest` continues the WHERE clause."""
     found = [
         dict(row)
         for row in ledger.rows(f"{EPISODE_ROWS} WHERE e.end_number IS NOT NULL AND {rest}", parameters)
@@ -180,7 +176,7 @@ def lines(ledger: LedgerReader, rest: str, parameters: Sequence[Any], *, limit: 
 
 
 def preview(ledger: LedgerReader, episode: Episode) -> str:
-    """Return the last reply, or the reason of the failure."""
+    """Return the last reply's beginning, or why the episode failed."""
     if episode["state"] != "ended":
         found = ledger.row(_LAST_FAILURE, (episode["sequence"],))
         failure: dict[str, Any] = json.loads(found[0]) if found else {}
@@ -205,7 +201,6 @@ SHOWN: dict[str, str] = {
 def newest(
     ledger: LedgerReader, *, show: str = "all", before: int | None = None, limit: int = 50
 ) -> EpisodePage:
-    """Return the newest episodes that pass `show`, with numbers below `before`."""
     found = scanned(ledger, SHOWN[show], last=(before or 2**62) - 1)
     return EpisodePage(**page_of(ledger, found, lambda _: True, limit))
 
@@ -215,8 +210,7 @@ def page_of(
 ) -> dict[str, Any]:
     """Return up to `limit` passing episodes, and `next`, where to continue.
 
-    Stops after `SCAN_S` seconds. A number in `found` means that all episodes from this number on were
-    examined.
+    Stops after `SCAN_S` seconds. A number in `found` says that all episodes down to it were examined.
     """
     ends = time.monotonic() + SCAN_S
     shown: list[EpisodeLine] = []
@@ -235,7 +229,7 @@ def page_of(
 def scanned(
     ledger: LedgerReader, where: str, parameters: Sequence[Any] = (), *, first: int = 1, last: int
 ) -> Iterator[Episode | int]:
-    """Yield the episodes that pass `where`, from `last` to `first`, and occasionally the current number."""
+    """Yield passing episodes, newest first, and sometimes a number to continue from."""
     newest = ledger.number("SELECT max(end_number) FROM episodes") or 0
     rest = f"e.end_number BETWEEN ? AND ? AND {where} ORDER BY e.end_number DESC LIMIT ?"
     last, count = min(last, int(newest)), FIRST_ROWS
@@ -260,7 +254,7 @@ _read_result = msgspec.json.Decoder(StoredResult).decode
 
 
 def result_of(ledger: LedgerReader, sequence: int) -> StoredResult:
-    """Return an episode's result, empty if it failed. Raises NotRecordedError for malformed data."""
+    """Return an episode's result, empty if it failed. Raises NotRecordedError."""
     found = ledger.row("SELECT result FROM results WHERE episode = ?", (sequence,))
     try:
         return _read_result(bytes(found[0])) if found is not None else StoredResult()
@@ -269,13 +263,11 @@ def result_of(ledger: LedgerReader, sequence: int) -> StoredResult:
 
 
 def metrics_of(result: StoredResult) -> dict[str, float]:
-    """Return the metrics that the program reported, and the rewards of roles."""
     rewards = {f"role/{name}/reward": reward for name, reward in result.role_rewards.items()}
     return {**result.log_metrics, **rewards}
 
 
 def figures_of(ledger: LedgerReader, episode: Episode) -> dict[str, float]:
-    """Return the episode's scores and metrics by name, and its time in the queue."""
     result = result_of(ledger, episode["sequence"]) if episode["state"] == "ended" else StoredResult()
     scores = result.metadata.get("scores")
     given = cast("dict[str, Any]", scores) if isinstance(scores, dict) else {}
@@ -296,14 +288,14 @@ TEXTS = {
     "outcome": "coalesce(t.outcome, '')",
 }
 NUMBERS = {
-    "step": "e.step + 0",  # Keeps SQLite from scanning all episodes of a step by its index.
+    "step": "e.step + 0",  # `+ 0` keeps SQLite from scanning a step by its index.
     "reward": "e.reward",
     "advantage": "t.advantage",
     "attempt": "coalesce(a.attempt, 0)",
     "is_success": "e.is_success",
     "undone": "e.undone",
 }
-"""Columns for conditions that SQL checks. Other conditions are checked for each episode."""
+"""Columns that SQL compares. We check other conditions episode by episode."""
 
 SAMPLE = "sample"
 
@@ -333,7 +325,7 @@ class Query:
 
 
 def parse(text: str) -> Query:
-    """Parse a search. Raises NotRecordedError for a condition that cannot be read."""
+    """Raises NotRecordedError for a malformed condition."""
     words: list[str] = []
     conditions: list[tuple[str, str, str]] = []
     for match in _TERM.finditer(text[:MAX_QUERY_CHARS]):
@@ -344,7 +336,7 @@ def parse(text: str) -> Query:
             continue
         name, sign, value = found[1], found[2], found[3]
         if name not in (*TEXTS, SAMPLE) and not _is_number(value):
-            if sign in ("=", ":"):  # It may be a word such as `https://...`.
+            if sign in ("=", ":"):  # Perhaps a word such as `https://...`.
                 words.append(word)
                 continue
             raise NotRecordedError(f"{word}: {value!r} is not a number")
@@ -353,7 +345,7 @@ def parse(text: str) -> Query:
 
 
 def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
-    """Return the newest episodes that match. Raises NotRecordedError for a query that cannot be read."""
+    """Return the newest matches. Raises NotRecordedError for a malformed query."""
     query = parse(text)
     if named := lines(ledger, "e.uuid = ?", (text.strip(),), limit=1):
         return SearchPage(episodes=named, next=None)
@@ -409,7 +401,7 @@ def _digests(beginning: str) -> tuple[bytes, bytes]:
 def _with_words(
     ledger: LedgerReader, words: list[str], where: str, parameters: Sequence[Any], *, first: int, last: int
 ) -> Iterator[Episode | int]:
-    """Yield episodes with all words that pass `where`, and occasionally the current number."""
+    """Like `scanned`, for episodes that contain all words."""
     index = SearchIndex.of(ledger)
     while last >= first:
         low, count = index.extend(first, last), FIRST_ROWS

@@ -1,7 +1,6 @@
 """The first screen of a run, and the list of runs.
 
-Invariants: nothing here reads all episodes, so that the first screen is as fast with a million of them.
-All streams of a run share one poll of the ledger per second (`RunEvents`), which stops without streams.
+Nothing here reads all episodes. All streams of a run share one ledger poll per second (`RunEvents`).
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from tinkerscript.page.curves import metric_names
 from tinkerscript.page.lines import EpisodeLine, lines, newest
 
 NEWEST = 12
-RECENT_STEPS = 50
-"""The number of steps for the estimate of the remaining time."""
+RECENT_STEPS = 50  # For the estimate of the remaining time.
 
 EVALUATIONS = 20
 
@@ -134,7 +132,6 @@ class RunList(BaseModel):
 
 
 def run_list(ledgers: Mapping[str, LedgerReader]) -> RunList:
-    """Return the list of runs. `ledgers` are by name."""
     runs = [run_line(name, ledger) for name, ledger in ledgers.items()]
     return RunList(runs=sorted(runs, key=lambda line: -line.began), version=__version__)
 
@@ -170,7 +167,7 @@ def _tasks(ledger: LedgerReader) -> list[str]:
 
 
 def _learning_rate(ledger: LedgerReader) -> float | None:
-    # The newest step has the rate if the trainer chose it.
+    # The trainer may have chosen the rate.
     section = "sft" if ledger.config.get("method") == "sft" else "training"
     said = ledger.setting(section, "learning_rate")
     return said if isinstance(said, float) and said else newest_value(ledger, "train/learning_rate")
@@ -210,7 +207,7 @@ def _waiting(status: dict[str, Any]) -> CurrentWait | None:
 
 
 def state(status: dict[str, Any]) -> State:
-    """Return the trainer's last report. A run without a living trainer was stopped."""
+    """Return the last report, or "stopped" if the trainer is gone."""
     said: State = status.get("state", "stopped")
     if said == "running" and "process" in status and ProcessId(*status["process"]).is_gone():
         return "stopped"
@@ -218,7 +215,7 @@ def state(status: dict[str, Any]) -> State:
 
 
 def evaluations(ledger: LedgerReader, *, newest: int | None = None) -> list[Evaluation]:
-    """Return all evaluations in order, or the first one and the `newest`."""
+    """Return all evaluations, or the first and the `newest` ones."""
     columns = "label, step, time, policy_version, score, accepted, failed"
     query = f"SELECT {columns} FROM evaluations WHERE undone = 0 ORDER BY step, time"
     rows = ledger.rows(query)
@@ -256,7 +253,7 @@ def _failures(ledger: LedgerReader) -> list[FailureCount]:
 
 
 def _example(ledger: LedgerReader, kind: str) -> EpisodeLine | None:
-    # Failed episodes have a separate index.
+    # Failed episodes have their own index.
     found = lines(ledger, "e.state = 'failed' AND e.failure = ? ORDER BY e.end_number DESC", (kind,), limit=1)
     return found[0] if found else None
 
@@ -269,7 +266,6 @@ def _total(ledger: LedgerReader, name: str) -> float:
 
 
 def newest_value(ledger: LedgerReader, name: str) -> float | None:
-    """Return the value of a metric at the newest step that has it."""
     return ledger.number(_VALUES.format(what="value") + " ORDER BY step DESC LIMIT 1", (name,))
 
 
@@ -300,11 +296,11 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 EVENT_EVERY_S = 15.0
-"""Seconds of silence after which a stream sends a comment, so that the connection stays open."""
+"""After this much silence, a comment keeps the connection open."""
 
 
 class RunEvents:
-    """The streams of one run. An instance belongs to one event loop."""
+    """The event streams of one run, for one event loop."""
 
     def __init__(self, run: str, ledger: LedgerReader) -> None:
         self._run = run
@@ -315,7 +311,6 @@ class RunEvents:
         self._changed = asyncio.Event()
 
     async def stream(self, is_disconnected: Callable[[], Awaitable[bool]]) -> AsyncGenerator[bytes]:
-        """Yield the events for one page, starting with the current state."""
         self._streams += 1
         if self._looking is None:
             self._looking = asyncio.create_task(self._look(), name=f"events of {self._run}")
@@ -347,7 +342,7 @@ class RunEvents:
         while True:
             try:
                 event = await asyncio.to_thread(self._read)
-            except TinkerScriptError as error:  # The folder may be gone, and come back.
+            except TinkerScriptError as error:  # The folder may come back.
                 logger.warning("page.look_failed %s: %s", self._run, error)
                 event = self._event
             if event != self._event:

@@ -1,8 +1,7 @@
-"""`Runs` are the runs of a page, with the interchange servers of those in progress.
+"""`Runs` are the runs that a page shows, with the servers of those in progress.
 
-Invariants: a server is asked at most once a second, regardless of the number of viewers. Only this
-user's servers on this machine are asked, because a run folder from elsewhere could name any address,
-which would receive the admin token.
+However many people watch, a server is asked once a second. We only ask this user's servers on this machine: a
+foreign run folder could name any address, which would receive the admin token.
 """
 
 from __future__ import annotations
@@ -35,14 +34,13 @@ from tinkerscript.page.search_index import SearchIndex
 FRESH_S = 1.0
 
 SERVER_TIMEOUT_S = 15.0
-"""A long timeout, because the page has low priority and may notice a reply late."""
+"""Long, because the low-priority page may read a reply late."""
 
 LOOK_AGAIN_S = 2.0
-"""Seconds between scans of the folder for new runs."""
 
 
 class Runs:
-    """The run in a folder, or all runs in it. Thread-safe."""
+    """The run in a folder, or the runs below it. Thread-safe."""
 
     def __init__(self, root: Path, admin_token: str | None = None) -> None:
         self.root = root
@@ -65,7 +63,7 @@ class Runs:
             return self._folders
 
     def ledger(self, name: str) -> LedgerReader:
-        """Return a run's ledger. Raises NotRecordedError."""
+        """Raises NotRecordedError."""
         folder = self.folders().get(name)
         if folder is None:
             known = ", ".join(list(self._folders)[:10])
@@ -84,17 +82,15 @@ class Runs:
         return found
 
     def ledger_of(self, episode_uuid: str) -> tuple[str, LedgerReader]:
-        """Return the run with the episode, and its ledger. Raises NotRecordedError."""
+        """Raises NotRecordedError."""
         for name, ledger in self.readable().items():
             if ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (episode_uuid,)) is not None:
                 return name, ledger
         raise NotRecordedError(f"no run here has an episode {episode_uuid!r} that ended")
 
     def delete(self, name: str) -> None:
-        """Delete the folder of a run that is not in progress.
-
-        Raises NotRecordedError, ConflictError with the reason against it, and OSError.
-        """
+        """Delete a run's folder. Raises NotRecordedError, OSError, and ConflictError for a run in
+        progress."""
         ledger = self.ledger(name)
         folder = ledger.folder
         if folder.parent != self.root or folder.is_symlink():
@@ -105,12 +101,12 @@ class Runs:
             raise ConflictError(f"{name} is running; stop it first")
         with ExitStack() as held:
             for path in (folder / "trainer.lock", folder / "server.lock"):
-                if path.is_symlink() or not path.is_file():  # Not our lock; locking would write there.
+                if path.is_symlink() or not path.is_file():  # Not our lock; locking would write to it.
                     continue
                 if (lock := try_lock(path)) is None:
                     raise ConflictError(f"a {path.stem} is running in {folder}; stop it first")
                 held.enter_context(lock)
-            # The rename fails without any loss, or removes the run as a whole.
+            # The rename removes the whole run, or loses nothing.
             gone = folder.rename(folder.with_name(f".deleted-{name}"))
             with self._lock:
                 self._ledgers.pop(name, None)
@@ -140,7 +136,7 @@ class RunServer:
         self._fleet: tuple[float, dict[str, Any]] = (-FRESH_S, {})
 
     async def fleet(self) -> dict[str, Any]:
-        """Return the reply of `GET /fleet`. Raises NotRecordedError if no server answers."""
+        """Return `GET /fleet`. Raises NotRecordedError if no server answers."""
         async with self._asking:
             at, found = self._fleet
             if time.monotonic() - at >= FRESH_S:
@@ -181,8 +177,7 @@ class RunServer:
                     verify = ssl.create_default_context(cafile=certificate)
                 except (OSError, ssl.SSLError) as error:
                     raise NotRecordedError(f"the run's certificate {certificate}: {error}") from error
-                # The certificate names the server's public address, although the server is on this
-                # machine, and it may not be the root that signed it.
+                # The certificate names the public address, and may not be its own root.
                 verify.check_hostname = False
                 verify.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
             self._clients[certificate] = httpx.AsyncClient(
@@ -196,7 +191,7 @@ class RunServer:
 
 
 def _check_own(folder: Path, info: ServerInfo) -> None:
-    """Raise NotRecordedError unless this user runs the server of `info` on this machine."""
+    """Raise NotRecordedError unless this user runs that server on this machine."""
     us = os.geteuid()
     for path in (folder, folder / SERVER_FILE):
         if path.stat().st_uid != us:
@@ -208,7 +203,7 @@ def _check_own(folder: Path, info: ServerInfo) -> None:
         )
     try:
         os.kill(info.pid, 0)
-    except (ProcessLookupError, PermissionError):  # Another program may have its port now.
+    except (ProcessLookupError, PermissionError):  # Another program may have its port.
         raise NotRecordedError(f"this run's server (process {info.pid}) has ended") from None
 
 

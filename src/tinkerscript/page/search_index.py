@@ -1,12 +1,8 @@
-"""`SearchIndex` finds the episodes of a run by words, with SQLite's full-text search.
+"""`SearchIndex` finds a run's episodes by words, with SQLite's full-text search.
 
-The index is the file `search.sqlite` next to the ledger, or a temporary file if the folder is not
-writable. Searches build it from the ledger, from the newest episode down, and it may be deleted at any
-time.
-
-Invariants: a search only covers indexed episodes and reports how far they reach. It indexes briefly
-before it answers, and its next page continues. A folder from elsewhere may have anything in place of
-the file, and nothing is written through a link.
+Searches build `search.sqlite` next to the ledger, newest episodes first, or a temporary file in a read-only
+folder. It can be deleted at any time. A search indexes briefly and reports how far back it reached; its next
+page continues. We write through no link, because a foreign folder may have anything in the file's place.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ CHUNK = 200
 MAX_INDEXED_CHARS = 65_536
 
 BAD_CALLS = NotRecordedError, ValueError, RecursionError
-"""Errors of a call that no gateway wrote. The episode's view shows them; lists and searches skip them."""
+"""Errors of calls that no gateway wrote. Lists and searches skip them."""
 
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -58,7 +54,7 @@ _SPANS = "SELECT first, last FROM spans"
 
 
 class SearchIndex:
-    """The index of one run. It is thread-safe."""
+    """One run's index. Thread-safe."""
 
     _known: ClassVar[dict[Path, SearchIndex]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -75,7 +71,7 @@ class SearchIndex:
         self._at_work = threading.Lock()
         path = ledger.folder / SEARCH_FILE
         try:
-            # SQLite itself follows no links for the files that it adds.
+            # SQLite follows no links for its extra files.
             if path.is_symlink() or not os.access(ledger.folder, os.W_OK):
                 raise sqlite3.OperationalError("not writable")
             self._connection = _opened(path)
@@ -89,10 +85,9 @@ class SearchIndex:
             cls._known.pop(folder, None)
 
     def extend(self, first: int, last: int) -> int:
-        """Index some of the episodes from `last` to `first`, unless `last` is indexed already.
+        """Index some episodes, from `last` down. Return the number from which all are indexed.
 
-        Returns the number from which on all are indexed. Raises NotRecordedError if the index is not
-        writable.
+        Raises NotRecordedError.
         """
         with self._at_work, _readable_errors("the search index"):
             ends = time.monotonic() + INDEX_S
@@ -107,10 +102,7 @@ class SearchIndex:
             return max(low, first)
 
     def find(self, words: list[str], first: int, last: int, limit: int) -> list[int]:
-        """Return the numbers of up to `limit` episodes from `first` to `last` with all words, newest first.
-
-        Raises NotRecordedError for an unreadable query.
-        """
+        """Return the newest episodes that contain all words. Raises NotRecordedError."""
         match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
         with self._at_work, _readable_errors(f"the search {match}"):
             return [number for (number,) in self._connection.execute(_MATCHES, (match, first, last, limit))]
@@ -128,7 +120,7 @@ class SearchIndex:
         run = self._connection
         run.execute("BEGIN IMMEDIATE")
         try:
-            # Another page may have indexed some of them meanwhile.
+            # Another page may have indexed some.
             known = {number for (number,) in run.execute(_KNOWN, (done, last))}
             fresh = [each for each in texts if each[0] not in known]
             run.executemany("INSERT INTO words (rowid, body) VALUES (?, ?)", fresh)
@@ -169,7 +161,7 @@ def _readable_errors(what: str) -> Generator[None]:
 def _opened(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
-        connection.execute("PRAGMA synchronous = OFF")  # The index can be rebuilt.
+        connection.execute("PRAGMA synchronous = OFF")  # We can rebuild the index.
         connection.executescript(_SCHEMA)
         connection.execute(_MATCHES, ("a", 0, 0, 1))
         connection.execute(_SPANS)
@@ -180,7 +172,6 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 
 def reply_text(call: Call) -> str:
-    """Return a call's reply, including its tool calls."""
     return " ".join(_texts(json.loads(call.reply) or {}))
 
 
@@ -197,5 +188,5 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def storable(text: str) -> str:
-    """Replace lone surrogates, which are not UTF-8."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""A training step, with its groups as rows of rewards and advantages, and the list of steps."""
+"""The list of training steps, and one step with its groups."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def step_page(ledger: LedgerReader, *, before: int | None = None, limit: int = 5
 
 
 def step_view(ledger: LedgerReader, step: int, *, show: GroupFilter = "all", offset: int = 0) -> Step:
-    """Return the view of one step. Raises NotRecordedError for an unfinished step."""
+    """Raises NotRecordedError for an unfinished step."""
     row = ledger.row(f"{_LINE} AND step = ?", (step,))
     if row is None:
         raise NotRecordedError(f"the run has no step {step} yet")
@@ -111,7 +111,7 @@ def _number(ledger: LedgerReader, query: str, step: int) -> int | None:
 
 
 def _groups(ledger: LedgerReader, step: int) -> tuple[list[StepGroup], int]:
-    # `e.step` is not enough, because a group may train later than planned, or again.
+    # A group may train later than planned, or again.
     first = (
         "coalesce((SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0 "
         f"AND outcome != '{Use.GIVEN_UP}'), e.step)"
@@ -135,7 +135,7 @@ def _groups(ledger: LedgerReader, step: int) -> tuple[list[StepGroup], int]:
 
 
 def _place(item: tuple[str, list[EpisodeLine]]) -> tuple[str, int, str]:
-    # The group's name ends in the sample's number, if it has one.
+    # A group's name may end in the sample's number.
     stem, _, number = item[0].rpartition("-")
     return (stem, int(number), "") if number.isdecimal() else (item[0], 0, "")
 
@@ -166,7 +166,7 @@ def _filtered(groups: list[StepGroup], show: GroupFilter) -> list[StepGroup]:
 
 
 def histogram(values: list[float]) -> list[Bin]:
-    """Return at most `BINS` bars, or one per value if there are few."""
+    """Return at most `BINS` bars, or one per value."""
     distinct = sorted(set(values))
     if len(distinct) <= BINS // 2:
         return [Bin(low=value, high=value, count=values.count(value)) for value in distinct]

@@ -1,4 +1,4 @@
-"""The tokens of a training sequence: text, ids, and the sampler's and trainer's numbers for each."""
+"""The tokens of a training sequence, with the sampler's and the trainer's numbers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def token_view(
     end: int | None = None,
     step: int | None = None,
 ) -> Tokens:
-    """Return tokens of one sequence as `step` (by default the last) saw them. Raises NotRecordedError."""
+    """Return tokens as `step`, by default the last, used them. Raises NotRecordedError."""
     recorded = recorded_sequences(ledger, uuid)
     if recorded is None:
         raise NotRecordedError(f"the tokens of episode {uuid!r} are not recorded")
@@ -96,7 +96,7 @@ def _tokens(
         calls[segment.start : segment.end] = number
 
     def placed(data: bytes, kind: str) -> Numbers | None:
-        """Spread numbers of the sampled tokens over all tokens."""
+        # Values exist only for sampled tokens.
         if not data:
             return None
         out = np.full(len(sampled), np.nan)
@@ -139,15 +139,15 @@ def _tokenizer(folder: Path) -> LightTokenizer:
 
 
 def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
-    """Return the text of each token [start, end).
+    """Return the texts of tokens [start, end).
 
-    Raises NotRecordedError for a model at a URL, which a run folder from elsewhere could name.
+    Raises NotRecordedError for a model at a URL, which a foreign run folder could name.
     """
     if "://" in model:
         raise NotRecordedError(f"the page fetches no tokenizer from {model}")
     tokenizer = _tokenizer(model_folder(model))
     texts: list[str] = []
-    begin = max(0, start - 8)  # Four bytes for a character; more because some decoders look back.
+    begin = max(0, start - 8)  # A character takes up to four tokens; some decoders look back.
     pending: list[int] = []
     for place in range(begin, end):
         pending.append(ids[place])
@@ -157,13 +157,13 @@ def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
             continue
         texts.append(text if text is not None else tokenizer.decode(pending))
         pending = []
-    if pending and end == len(ids):  # The sequence ends within a character.
+    if pending and end == len(ids):  # The sequence ends mid-character.
         texts[-1] = tokenizer.decode(pending)
     return texts[start - begin :]
 
 
 def _text(tokenizer: LightTokenizer, token: int, pending: list[int]) -> str | None:
-    """Return the text of the `pending` tokens, or None within a character. The last one is `token`."""
+    """Decode `pending`, which ends with `token`. Returns None mid-character."""
     parts = [tokenizer.token_bytes(each) for each in pending]
     if any(part is None for part in parts):
         return tokenizer.piece_text(token)

@@ -1,7 +1,7 @@
-"""An episode's transcript as a list of readable events, and helpers for reading transcripts.
+"""An episode's transcript as a list of readable events.
 
-Invariant: a transcript comes from a client and may be invalid, which is reported while it is shown as
-text. Nothing is read beyond `TRANSCRIPT_BYTES` and `MAX_EVENTS`.
+Transcripts come from clients. For an invalid one we show the problem and the raw text. Nothing is read beyond
+`TRANSCRIPT_BYTES` and `MAX_EVENTS`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from pydantic import BaseModel, Field
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.ledger.reader import LedgerReader
 
-TRANSCRIPT_BYTES = 16 * 2**20
-"""The maximum size of an unpacked transcript. The bridge packs no more."""
+TRANSCRIPT_BYTES = 16 * 2**20  # The bridge packs no more.
 
 MAX_EVENTS = 20_000
 EVENTS_PER_PAGE = 100
 SHOWN_CHARS_OF_MESSAGE = 20_000
 MAX_RAW_CHARS = 2000
 MAX_DEPTH = 12
-LAST_MESSAGES = 4
-"""The number of messages shown of a call's prompt."""
+LAST_MESSAGES = 4  # Of a call's prompt.
 
 ATTACHMENT = "attachment://"
 
-# Unpacking a transcript takes many times its size.
+# Unpacking takes many times the transcript's size.
 _one_at_a_time = threading.Lock()
 
 
@@ -67,13 +65,13 @@ class TranscriptView(BaseModel):
 
 
 class Pool(msgspec.Struct):
-    """The parts that model calls share."""
+    """Messages shared by model calls."""
 
     messages: list[msgspec.Raw] = []
 
 
 class Transcript(msgspec.Struct):
-    """The parts of Inspect's `EvalSample` that are read. Events are decoded when they are shown."""
+    """The part of Inspect's `EvalSample` that we read. Events are decoded when shown."""
 
     events: list[msgspec.Raw] = []
     events_data: Pool | None = None
@@ -97,7 +95,7 @@ _read_place = msgspec.json.Decoder(_Place).decode
 def transcript_view(
     ledger: LedgerReader, uuid: str, *, attempt: int | None = None, offset: int = 0
 ) -> TranscriptView:
-    """Return a page of an attempt's transcript, by default the last attempt's. Raises NotRecordedError."""
+    """Return a page of events, by default of the last attempt. Raises NotRecordedError."""
     number, attempts, attempt = _find_transcript(ledger, uuid, attempt)
     text = ledger.transcript(number, attempt)
     with _one_at_a_time:
@@ -129,7 +127,7 @@ def _find_transcript(
 
 
 def unpacked_text(data: bytes) -> bytes:
-    """Decompress a transcript to JSON. Raises TranscriptError."""
+    """Raises TranscriptError."""
     try:
         with zstandard.ZstdDecompressor().stream_reader(data) as reader:
             text = reader.read(TRANSCRIPT_BYTES + 1)
@@ -141,7 +139,7 @@ def unpacked_text(data: bytes) -> bytes:
 
 
 def parsed(text: bytes) -> Transcript:
-    """Parse a transcript's JSON as far as needed. Raises TranscriptError."""
+    """Raises TranscriptError."""
     try:
         return _read_transcript(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

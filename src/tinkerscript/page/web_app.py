@@ -1,8 +1,7 @@
-"""The page as an ASGI app: its files, its API and its events.
+"""The page as an ASGI app: files, API and server-sent events.
 
-Invariant: it reads ledgers and asks the run's server for the rest. It only changes them through
-explicit actions, which are logged in the run's audit log or, for a deleted run, in that of the folder
-of runs.
+It only reads, except for explicit actions. Those are logged in the run's audit log, and deletions in the
+parent folder's.
 """
 
 from __future__ import annotations
@@ -85,10 +84,7 @@ class Deletion(BaseModel):
 
 
 def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
-    """Create the app for the runs in `root`.
-
-    Without an `admin_token`, everyone who reaches it by a loopback name may enter.
-    """
+    """Create the app. Without an `admin_token`, anyone who uses a loopback name may enter."""
     sessions = PageSessions(admin_token)
     runs = Runs(root, admin_token)
 
@@ -134,7 +130,7 @@ def _writing(folder: Path) -> Generator[None]:
 
 
 class _Page:
-    """The routes. FastAPI runs plain functions in threads, as reading a ledger requires."""
+    # FastAPI runs plain functions in threads, so reading the ledger does not block.
 
     def __init__(self, runs: Runs, sessions: PageSessions) -> None:
         self._runs = runs
@@ -181,8 +177,6 @@ class _Page:
     def _ledger(self, run: str) -> LedgerReader:
         return self._runs.ledger(run)
 
-    # The page itself
-
     async def index(self) -> Response:
         return FileResponse(PAGE_FILES / "index.html", headers={"cache-control": "no-cache"})
 
@@ -193,8 +187,6 @@ class _Page:
     async def icon(self) -> Response:
         return FileResponse(PAGE_FILES / "icon.svg", media_type="image/svg+xml")
 
-    # Sessions
-
     def session(self, request: Request) -> LoginState:
         """Whether the caller is logged in."""
         return LoginState(needed=self._sessions.are_needed, entered=self._sessions.may_enter(request.headers))
@@ -203,10 +195,10 @@ class _Page:
         """Log in with the admin token; the reply sets a cookie. 401 after a pause for a wrong token."""
         try:
             is_right = self._sessions.admits(body.token)
-        except UnicodeEncodeError as error:  # JSON can spell lone surrogates.
+        except UnicodeEncodeError as error:  # JSON allows lone surrogates.
             raise HTTPException(400, "the token is not Unicode text") from error
         if not is_right:
-            await asyncio.sleep(0.5 + random.random() / 2)  # Slows down guessing.
+            await asyncio.sleep(0.5 + random.random() / 2)  # Slow down guessing.
             response.status_code = 401
             return LoginState(needed=True, entered=False)
         secure = request.headers.get("x-forwarded-proto", request.url.scheme) == "https"
@@ -214,7 +206,7 @@ class _Page:
             self._sessions.cookie_name,
             self._sessions.cookie(),
             max_age=SESSION_S,
-            path=None,  # The path of the API as the browser sees it, behind any prefix.
+            path=None,  # The API's path as the browser sees it.
             httponly=True,
             samesite="strict",
             secure=secure,
@@ -225,8 +217,6 @@ class _Page:
         """Forget the cookie."""
         response.set_cookie(self._sessions.cookie_name, "", max_age=0, path=None)
         return LoginState(needed=self._sessions.are_needed, entered=False)
-
-    # Runs
 
     def list_runs(self) -> RunList:
         """The runs in the folder, newest first."""
@@ -285,8 +275,6 @@ class _Page:
         """Curves of metrics, each with at most `points` points."""
         return curve_view.curves(self._ledger(run), name, points=points)
 
-    # Steps, evaluations, samples
-
     def steps(self, run: str, before: Before = None, limit: Limit = 50) -> StepPage:
         """Training steps, newest first."""
         return step_page(self._ledger(run), before=before, limit=limit)
@@ -306,8 +294,6 @@ class _Page:
     def sample(self, run: str, digest: str, before: Before = None, limit: Limit = 50) -> SampleView:
         """One sample over the policy's versions."""
         return sample_view(self._ledger(run), digest, before=before, limit=limit)
-
-    # Episodes
 
     def episodes(self, run: str, show: Show = "all", before: Before = None, limit: Limit = 50) -> EpisodePage:
         """Episodes, newest first."""
@@ -346,8 +332,6 @@ class _Page:
         _, ledger = self._runs.ledger_of(uuid)
         return transcript_view(ledger, uuid, attempt=attempt, offset=offset)
 
-    # Alignment
-
     def alignment(self, run: str) -> AlignmentView:
         """Token alignment over time, and the findings."""
         return alignment_view(self._ledger(run))
@@ -355,8 +339,6 @@ class _Page:
     def found(self, run: str, kind: str, name: str) -> FindingPage:
         """The findings of one kind and name, with their episodes."""
         return found_in(self._ledger(run), kind, name)
-
-    # The run's server
 
     def _server(self, run: str) -> RunServer:
         return self._runs.server_of(self._ledger(run).folder)

@@ -1,7 +1,4 @@
-"""The child processes of a run: the interchange server, the engine of a served model, and the workers.
-
-This module decides how many workers run, and releases the claims of dead ones.
-"""
+"""The server, the engine of a served model, and the workers of a run, as child processes."""
 
 from __future__ import annotations
 
@@ -30,22 +27,19 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SERVER_START_S = 60.0
 
-FORMER_SERVER_S = 20.0
-"""Seconds within which the server of a dead trainer must end."""
+FORMER_SERVER_S = 20.0  # A dead trainer's server must end within this.
 
 CHILD_POLL_S = 0.02
 
-RANK_ERROR_S = 5.0
-"""Seconds within which the death of a rank is noticed."""
+RANK_ERROR_S = 5.0  # A rank's death is noticed within this.
 
 IDLE_S = 60.0
-"""Seconds after which a worker beyond `workers.count` that has no episode is stopped."""
+"""An idle worker beyond `workers.count` stops after this."""
 
-SCALE_S = 1.0
-"""Seconds between two scaling decisions. The server reports the demand once a second."""
+SCALE_S = 1.0  # The server reports the demand once a second.
 
 LOCAL_WORKERS = "local_workers"
-"""The file in the run folder with the names of the trainer's own workers, one per line."""
+"""In the run folder: the trainer's workers, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +47,8 @@ class ServerAddress:
     url: str
     link_address: str
     link_keys: Path | None
-    """The folder of the link's keys, or None if the link needs none."""
 
     def seen_from(self, address: str, section: InterchangeConfig) -> str:
-        """Return the server's URL for processes that reach this machine at `address`."""
         if section.public_base_url:
             return section.public_base_url
         if section.interchange_server_host not in ("0.0.0.0", "::"):
@@ -66,12 +58,11 @@ class ServerAddress:
         return f"{parts.scheme}://{host}:{parts.port}"
 
     def trainer_keys(self) -> TrainerKeys | None:
-        """Return the trainer's keys for the link, or None if it needs none. Raises ConfigError."""
+        """Raises ConfigError."""
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
 
 
 def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Child:
-    """Return the engine that samples from a checkpoint for a server over its link."""
     keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
     options = ["--checkpoint", str(checkpoint), "--link", address.link_address, *keys]
 
@@ -82,7 +73,7 @@ def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Chil
 
 
 async def former_server_gone(folder: Path) -> None:
-    """Wait until the server of a dead trainer has ended. Raises LinkError if it does not end."""
+    """Raises LinkError if a dead trainer's server does not end."""
     deadline = time.monotonic() + FORMER_SERVER_S
     while (lock := try_lock(folder / "server.lock")) is None:
         if time.monotonic() > deadline:
@@ -94,7 +85,7 @@ async def former_server_gone(folder: Path) -> None:
 async def server_address(
     folder: Path, server: Child, supervisor: Supervisor, *, patience_s: float = 0.0
 ) -> ServerAddress:
-    """Wait until `server` listens, for at most `SERVER_START_S + patience_s` seconds.
+    """Wait up to `SERVER_START_S + patience_s` seconds for `server` to listen.
 
     Raises LinkError, or the supervisor's error.
     """
@@ -117,7 +108,7 @@ async def server_address(
 
 
 def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
-    """Return the server's addresses, or None if the file is missing or belongs to an earlier process."""
+    """Return None for a missing file or an earlier process's."""
     if not path.exists() or server.process is None:
         return None
     data: dict[str, Any] = json.loads(path.read_text())
@@ -126,11 +117,7 @@ def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
 
 
 def worker_command(config: RunConfig, url: str) -> str:
-    """Return the command that runs a worker of this run on another machine.
-
-    The machine must reach the server at `url`, and the command must run in a folder with the script or
-    the task's file.
-    """
+    """Return the command for another machine, run in a folder with the script or the task's file."""
     interchange = config.interchange_server
     remote = interchange.public_base_url or remote_url(url, interchange.interchange_server_host)
     what = shlex.join(worker_arguments(config, elsewhere=True)) or "SCRIPT"
@@ -144,7 +131,7 @@ def remember_worker(folder: Path, name: str) -> None:
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:
-    """Release the claims of a dead trainer's workers, which died with it, before their leases expire."""
+    """Release the claims of workers that died with a former trainer."""
     path = folder / LOCAL_WORKERS
     if path.exists():
         for name in path.read_text(encoding="utf-8").split():
@@ -158,7 +145,7 @@ async def launched_ranks(
 ) -> AsyncGenerator[None]:
     """Run the trainer's ranks above 0 on other machines, with this process as rank 0, as torchrun would.
 
-    On one machine the engine starts the ranks itself. Raises ChildFailedError for a rank that dies.
+    On one machine the engine starts the ranks itself. Raises ChildFailedError.
     """
     ranks = [process for process in plan if process.name.startswith(f"{TRAINER_PROCESS} rank ")]
     if not ranks or launcher.shares_files:
@@ -178,15 +165,15 @@ async def launched_ranks(
         try:
             yield
         except EngineError:
-            with suppress(TimeoutError):  # The rank's log says more than the lost connection.
+            with suppress(TimeoutError):  # The rank's own log says more.
                 await asyncio.wait_for(supervisor.failed(), RANK_ERROR_S)
             raise
 
 
 class Workers:
-    """Runs as many workers of a run as its demand needs, between two bounds.
+    """Runs as many workers as the run needs.
 
-    Invariant: a worker that holds a claim is never stopped for lack of demand.
+    A worker with a claim is never stopped for lack of demand.
     """
 
     def __init__(
@@ -200,7 +187,6 @@ class Workers:
         supervisor: Supervisor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`planned` are all workers that may run. They reach the server at `server_url`."""
         self._planned = planned
         self._config = config.workers
         self._folder = folder
@@ -223,7 +209,6 @@ class Workers:
                 await self._start(number)
 
     async def follow_demand(self, pause_s: float = SCALE_S) -> None:
-        """Start and stop workers by demand, until cancelled."""
         try:
             while self._config.max_count > self._config.count:
                 await asyncio.sleep(pause_s)
@@ -232,7 +217,6 @@ class Workers:
             self._supervisor.fail(error)
 
     async def scale(self) -> None:
-        """Start workers for waiting episodes, and stop workers that have been idle for `IDLE_S`."""
         demand = self._link.demand
         episodes = demand.waiting + sum(demand.own_claims.values())
         wanted = max(-(-episodes // self._config.concurrency), self._config.count)
@@ -271,6 +255,5 @@ class Workers:
 
 
 def worker_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment, with the client's token from its file."""
     token = read_token(environ, CLIENT_TOKEN)
     return {**environ, **({CLIENT_TOKEN: token} if token else {})}

@@ -1,7 +1,7 @@
-"""A run in one process (`enable_tinkerscript_mode: false`), with server and worker as tasks of the trainer.
+"""A run in one process (`enable_tinkerscript_mode: false`), with server and worker as the trainer's tasks.
 
-Invariant: they run the same code as in separate processes, so that nothing works in one way only. The
-worker calls the server's app directly. Other clients connect to the server's socket.
+They run the same code as separate processes. The worker calls the server's app directly; others use its
+socket.
 """
 
 from __future__ import annotations
@@ -28,12 +28,9 @@ from tinkerscript.workers.chat_endpoint import ChatAttempt, ChatEndpoint, retry_
 from tinkerscript.workers.worker import WorkerOptions, open_runner
 
 Failed = Callable[[Exception], None]
-"""A callback that ends the run with an error."""
 
 
 class ServerHere:
-    """The server of a run in this process."""
-
     def __init__(self, config: RunConfig, folder: Path, failed: Failed) -> None:
         self._config = config
         self._folder = folder
@@ -42,7 +39,7 @@ class ServerHere:
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[ServerInfo]:
-        """Serve while the context is open. Raises ConfigError and StoreError."""
+        """Raises ConfigError and StoreError."""
         serving = running_server(self._config, self._folder, environ=os.environ, gate=self._gate)
         async with serving as (info, task):
             task.add_done_callback(self._report)
@@ -50,7 +47,7 @@ class ServerHere:
 
     @asynccontextmanager
     async def working(self, link: TrainerLink, url: str) -> AsyncGenerator[None]:
-        """Run up to `workers.concurrency` episodes at once while the context is open.
+        """Run up to `workers.concurrency` episodes at once.
 
         Raises WorkerError for a script or task that cannot run.
         """
@@ -88,8 +85,6 @@ class ServerHere:
 
 
 class _Client(AsyncTinkerScriptClient):
-    """Sends its requests to an app in this process."""
-
     def __init__(
         self, app: ASGIApp, url: str, *, client_uuid: str, token: str | None, allow_discard_timeout: float
     ) -> None:
@@ -109,7 +104,7 @@ class _Client(AsyncTinkerScriptClient):
 
 
 class _Endpoint(ChatEndpoint):
-    """Asks the models of an app in this process. Programs that open connections use its URL."""
+    """Calls an app in this process. Programs that open connections still use its URL."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()

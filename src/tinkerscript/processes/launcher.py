@@ -1,8 +1,7 @@
-"""`Launcher` starts a `Child` of the run on some machine, `LocalLauncher` on this one.
+"""A `Launcher` starts a `Child` of the run on some machine, `LocalLauncher` on this one.
 
-Invariant: no process outlives this one. A child's standard input is a pipe that closes when this
-process dies, and the child then ends (`--exit-with-parent`, or `with_parent`). Each child has its own
-session, so that Ctrl-C only reaches this process, which stops the children in order, and so that a
+No process outlives this one: each child ends when its standard input, a pipe from us, closes
+(`--exit-with-parent`, or `with_parent`). Each leads its own session, so that Ctrl-C reaches only us and a
 child's descendants can be killed with it.
 """
 
@@ -22,12 +21,11 @@ from pathlib import Path
 
 from tinkerscript.lifecycle import DISK_FULL, describe_exit
 
-MAX_RESTARTS = 10
-"""The number of restarts of a process before the run gives up."""
+MAX_RESTARTS = 10  # Per process, before the run gives up.
 
 
 class Slot(StrEnum):
-    """A placeholder in a planned command or environment, replaced when the process starts."""
+    """A placeholder that is filled in when the process starts."""
 
     CONFIG = "<config>"
     MODEL = "<model folder>"
@@ -37,32 +35,28 @@ class Slot(StrEnum):
     MASTER = "<address of rank 0>"
     MASTER_PORT = "<port of rank 0>"
     HOST = "<host>"
-    """An address of the machine on which the process starts. The launcher replaces it, and the port."""
+    """The launcher fills in the machine's address and a port."""
 
     PORT = "<port>"
     KEY = "<API key>"
 
 
 class Started(ABC):
-    """A process that was started by a launcher."""
-
     host: str
-    port: int
-    """The value of `Slot.PORT`, which was free when the process started."""
+    port: int  # The value of `Slot.PORT`, free at the start.
 
     @property
     @abstractmethod
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal, or None while the process runs."""
+        """The exit code, negative for a signal; None while running."""
 
     @abstractmethod
     async def wait(self) -> int:
-        """Wait for the end of the process and return its exit code. Raises WorkerError if the launcher
-        fails."""
+        """Return the exit code. Raises WorkerError if the launcher fails."""
 
     @abstractmethod
     def ask_to_stop(self) -> None:
-        """Close the standard input of the process, upon which it stops."""
+        """Close the standard input of the process."""
 
     @abstractmethod
     def kill(self) -> None: ...
@@ -80,59 +74,40 @@ class Resources:
 
 @dataclass
 class Child:
-    """A process of a run, in incarnations numbered from 0. `argv` returns the command of each."""
+    """A process of the run. Each start is an incarnation, numbered from 0."""
 
     name: str
     argv: Callable[[int], Sequence[str]]
-    log: Path
-    """The file on this machine that receives the output."""
-
+    log: Path  # On this machine.
     environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    """Variables added to the environment of the process's machine."""
-
-    withheld: tuple[str, ...] = ()
-    """Names of that environment's variables that are removed."""
-
+    withheld: tuple[str, ...] = ()  # Variables removed from the environment.
     resources: Resources = field(default_factory=Resources)
     on_trainer_machine: bool = False
-    """Whether the process must run on this machine, regardless of the supervisor's launcher."""
-
-    max_restarts: int | None = None
-    """The maximum number of restarts, or None for the supervisor's."""
-
+    max_restarts: int | None = None  # None: the supervisor's.
     on_start: Callable[[Started], None] = lambda process: None
-    """Called when the process runs, which may be later than its start if it waits for room."""
+    """Called when the process runs, which may be after a wait for room."""
 
     on_death: Callable[[int, int], None] = lambda incarnation, code: None
-    """Called with the number of the dead incarnation and its exit code."""
+    """Called with the incarnation and its exit code."""
 
     may_restart: Callable[[], bool] = lambda: True
-    """Whether the process may restart now. It is polled until it returns true."""
-
     fatal_codes: frozenset[int] = frozenset({2, DISK_FULL})
-    """Exit codes after which a restart is useless: bad configuration, a port in use, a full disk."""
+    """Exit codes that a restart would not change: bad configuration, a port in use, a full disk."""
 
     restarts: int = 0
-    retired: bool = False
-    """Whether the process is no longer needed, so that it is not restarted."""
-
+    retired: bool = False  # It is not restarted.
     process: Started | None = field(default=None, repr=False)
 
-    fds: Sequence[int] = ()
-    """Open files that the process inherits on this machine."""
+    fds: Sequence[int] = ()  # Inherited on this machine.
 
 
 class Launcher(ABC):
-    """Starts processes of a run on one or more machines."""
-
-    address = "127.0.0.1"
-    """The address of this machine for the started processes."""
-
+    address = "127.0.0.1"  # This machine, as started processes see it.
     shares_files = True
 
     @abstractmethod
     async def start(self, child: Child) -> Started:
-        """Start the next incarnation of `child`. Raises OSError or WorkerError."""
+        """Raises OSError or WorkerError."""
 
 
 class LocalProcess(Started):

@@ -1,7 +1,4 @@
-"""The plan of a run: a list of `PlannedProcess` that `train --plan` prints and every launcher executes.
-
-`PlannedProcess.child` returns the process for a supervisor.
-"""
+"""The plan of a run, which `train --plan` prints and every launcher executes."""
 
 from __future__ import annotations
 
@@ -23,11 +20,9 @@ from tinkerscript.vllm_plugin import ADAPTERS, ADAPTERS_TOKEN, TRANSFER
 SERVER_PROCESS = "interchange server"
 TRAINER_PROCESS = "trainer"
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The accepted values of `vllm serve --max-lora-rank`."""
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Accepted by `vllm serve --max-lora-rank`.
 
-REPLICA_MODEL = "base"
-"""A replica's name for the model without an adapter."""
+REPLICA_MODEL = "base"  # A replica's name for the model without an adapter.
 
 KEY = "VLLM_API_KEY"
 
@@ -36,38 +31,26 @@ KEY = "VLLM_API_KEY"
 class PlannedProcess:
     name: str
     command: tuple[str, ...]
-    """The command as a user would type it, with a `Slot` for each value that is only known at the start."""
+    """The command as a user would type it, with `Slot`s for values known only at the start."""
 
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Variables added to the environment of the process's machine."""
-
     secrets: tuple[str, ...] = ()
-    """Names of variables with keys. They are passed in the environment if set, never on a command line."""
+    """Variables with keys: passed in the environment, never on a command line."""
 
-    withheld: tuple[str, ...] = ()
-    """Names of environment variables that are withheld from the process."""
-
+    withheld: tuple[str, ...] = ()  # Variables removed from the environment.
     resources: Resources = field(default_factory=Resources)
     on_trainer_machine: bool = False
-    """Whether the process must run on the trainer's machine, because it uses its folder and link."""
-
     restarts: int = 0
-    """The number of restarts before the run gives up."""
-
-    after: tuple[str, ...] = ()
-    """Names of the processes that must be ready first."""
-
+    after: tuple[str, ...] = ()  # Processes that must be ready first.
     on_demand: bool = False
-    """Whether the process is started by demand instead of at the start."""
 
     @property
     def log(self) -> str:
-        """The file name of the log in the run's `logs` folder."""
         name = {SERVER_PROCESS: "server"}.get(self.name, self.name.removeprefix(f"{TRAINER_PROCESS} "))
         return f"{name.replace(' ', '-')}.log"
 
     def argv(self) -> list[str]:
-        """Return the command for a machine with this Python, such that the process ends with its parent."""
+        """Return a command for this Python that ends with its parent."""
         program, *arguments = self.command
         if program == "tinkerscript" and arguments[0] != "rank":
             return own_command(*arguments)
@@ -82,10 +65,9 @@ class PlannedProcess:
         values: Callable[[int], Mapping[str, str]] = lambda incarnation: {},
         secrets: Mapping[str, str] | None = None,
     ) -> Child:
-        """Return the child process for the run in `folder`.
+        """Return the process to start.
 
-        `values` returns the slots' values for an incarnation. `secrets` contains the values of the
-        named secrets.
+        `values` returns the slot values of an incarnation, `secrets` maps variables to keys.
         """
         kept = {name: value for name, value in (secrets or {}).items() if name in self.secrets}
         first = values(0)
@@ -110,13 +92,13 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
-    """Return the processes of a run in `folder`, each after the processes that it waits for."""
+    """Order processes after those they wait for."""
     trainer = _trainer(config)
     page = [] if config.page_port == "off" else [page_process(config, folder)]
     if config.method == "sft":
         return [*trainer, *page]
     server, workers = list[PlannedProcess](), list[PlannedProcess]()
-    if config.enable_tinkerscript_mode:  # Otherwise they run in the trainer's process.
+    if config.enable_tinkerscript_mode:  # Otherwise they run in the trainer.
         server = [server_process(folder, secrets=_of_server(config), log_format=config.log_format)]
         workers = _workers(config)
     children = [*trainer[1:], *_replicas(config), *workers]
@@ -155,13 +137,12 @@ def server_process(
 def page_process(
     config: RunConfig, folder: Path, *options: str, max_restarts: int = MAX_RESTARTS
 ) -> PlannedProcess:
-    """Return the page of the run in `folder`. `options` are options of `tinkerscript view`."""
     elsewhere = () if config.interchange_server.store == "sqlite" else (STORE_VARIABLE,)
     page = PlannedProcess(
         "page",
         ("tinkerscript", "view", str(folder), *options),
         secrets=(ADMIN_TOKEN, f"{ADMIN_TOKEN}{FILE_SUFFIX}", *elsewhere),
-        resources=Resources(0),  # It has low priority and is usually idle.
+        resources=Resources(0),  # Usually idle.
         on_trainer_machine=True,
         restarts=max_restarts,
         after=(TRAINER_PROCESS,),
@@ -263,7 +244,7 @@ def _replica_environment(engine: EngineConfig, inference: InferenceConfig, numbe
         # The plugin finds an adapter when a request names it.
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         ADAPTERS: Slot.ADAPTERS,
-        # vLLM replaces all weights and sleeps only in development mode.
+        # vLLM replaces all weights, and sleeps, only in development mode.
         **({"VLLM_SERVER_DEV_MODE": "1"} if inference.sleep or not engine.lora.rank else {}),
     }
     return {
@@ -296,10 +277,10 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
 
 
 def worker_arguments(config: RunConfig, *, elsewhere: bool = False) -> list[str]:
-    """Return the arguments of a worker: a script, or tasks with their arguments.
+    """Return a worker's script, or its tasks with their arguments.
 
-    With `elsewhere` the paths have no folders, for a worker on a machine that has the files in its
-    working directory. The server recognizes an episode's task with and without the folder.
+    `elsewhere` strips folders, for a machine with the files in its working directory. The server recognizes
+    tasks without their folder.
     """
     if config.workers.script:
         return [Path(config.workers.script).name if elsewhere else config.workers.script]

@@ -1,11 +1,10 @@
-"""`python -m tinkerscript.processes.ray_agent` connects to a Ray cluster on behalf of a trainer.
+"""`python -m tinkerscript.processes.ray_agent` connects to a Ray cluster for a trainer.
 
-It reads orders as JSON lines from standard input, which closes when the trainer ends, and writes their
-outcomes to standard output. Each process of the run has an actor on its machine, which owns it as a
-child process and sends its output here, into the run's folder.
+It reads orders as JSON lines from standard input and writes outcomes to standard output. Each process of the
+run is the child of an actor on its machine, which sends the output here, into the run's folder.
 
-Invariant: a child ends with its actor, which holds its standard input. Ray ends the actors when this
-process ends, and the actors of a node that has lost the cluster's head for a minute.
+A child ends with its actor. Ray ends the actors when this process ends, or a minute after their node lost the
+cluster's head.
 """
 
 # pyright: reportMissingImports=false
@@ -28,16 +27,13 @@ from pathlib import Path
 from typing import Any
 
 HEAD_TIMEOUT_S = 10
-"""Seconds without the cluster's head after which Ray ends this process."""
+"""After this long without the cluster's head, Ray ends this process."""
 
 PARENT_POLL_S = 5.0
-"""Seconds that an actor waits for output per call."""
 
-STARTING_NOTE_S = 15.0
-"""Seconds of waiting for room before the user gets a message."""
+STARTING_NOTE_S = 15.0  # After this long without room, we tell the user.
 
-UNAVAILABLE_S = 20.0
-"""Seconds without an answer after which an actor counts as dead."""
+UNAVAILABLE_S = 20.0  # An actor that does not answer for this long counts as dead.
 
 # Ray reports these facts about every dead actor.
 _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
@@ -45,10 +41,9 @@ _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
 KILL_S = 2.0
 
 READ_BYTES = 65536
-OBJECT_STORE_BYTES = 100 * 2**20
-"""The size of a private Ray's object store, which the run does not use."""
+OBJECT_STORE_BYTES = 100 * 2**20  # Of a private Ray; the run does not use it.
 
-# Ray reads these variables when it is imported.
+# Ray reads these variables at import.
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_TIMEOUT_S))
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -64,7 +59,6 @@ class HostedProcess:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Start the child and return its host, port and GPUs."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -91,7 +85,7 @@ class HostedProcess:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
     async def read(self) -> tuple[bytes, int | None]:
-        """Return output if there is any, and the exit code after the last output."""
+        """Return new output, and the exit code once all is read."""
         assert self._process is not None
         assert self._process.stdout is not None
         try:
@@ -120,14 +114,13 @@ class HostedProcess:
 
 class Agent:
     def __init__(self, answers: int) -> None:
-        """`answers` is the file descriptor for answers."""
         self._answers = answers
         self._group: PlacementGroup | None = None
         self._bundles: dict[str, int] = {}
         self._actors: dict[int, Any] = {}
         self._placed: set[int] = set()
 
-        # Orders that have waited for long and are not reported yet.
+        # Waiting for long, and not reported yet.
         self._late: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._actor_class: Any = ray.remote(HostedProcess)
@@ -144,7 +137,7 @@ class Agent:
         reserving = asyncio.create_task(self._reserve(settings, node_id))
         ending = asyncio.create_task(orders.readline())
         await asyncio.wait({reserving, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if not reserving.done():  # Standard input ended, because no order comes before `ready`.
+        if not reserving.done():  # Standard input ended: no order comes before `ready`.
             reserving.cancel()
             return
         nodes = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
@@ -156,7 +149,7 @@ class Agent:
             line = await orders.readline()
 
     async def _reserve(self, settings: dict[str, Any], node_id: str) -> list[str]:
-        """Reserve room for everything that the run needs from its start. Returns the trainer's GPUs."""
+        """Reserve what the run needs at its start. Returns the trainer's GPUs."""
         beside = [each for each in settings["processes"] if each["beside"]]
         others = [each for each in settings["processes"] if not each["beside"]]
         wanted = [_resources(sum(each["cpus"] for each in beside), sum(each["gpus"] for each in beside))]
@@ -242,7 +235,7 @@ class Agent:
         return await starting
 
     def _report_delays(self) -> None:
-        # All orders that wait for the same reason share one message.
+        # Orders that wait for the same reason share one message.
         late, self._late = self._late, []
         free = ray.available_resources()
         needs = [_resources(order["cpus"], order["gpus"]) for order in late]
@@ -258,7 +251,7 @@ class Agent:
         while True:
             try:
                 data, code = await _value(actor.read.remote())
-            except ActorUnavailableError:  # Its machine may be lost or only slow.
+            except ActorUnavailableError:  # It may only be slow.
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > UNAVAILABLE_S:
                     raise
@@ -325,7 +318,7 @@ def _of_cluster() -> str:
 
 
 def _why(error: Exception) -> str:
-    """Return Ray's explanation of an actor's end, with the most informative line first."""
+    """Return why an actor ended, in Ray's words, most informative first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines[1:] if not _FACT.match(line)]
     return "\n".join([*telling, *lines[:1]]) or type(error).__name__
@@ -349,5 +342,5 @@ async def main(answers: int) -> int:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     own = os.dup(1)
-    os.dup2(2, 1)  # Ray's own prints go to the log.
+    os.dup2(2, 1)  # Ray's prints go to the log.
     sys.exit(asyncio.run(main(own)))

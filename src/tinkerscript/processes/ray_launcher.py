@@ -1,11 +1,10 @@
-"""`RayLauncher` starts the processes of a run where a Ray cluster has room for them.
+"""`RayLauncher` starts a run's processes where a Ray cluster has room.
 
-Ray runs in a child process (`processes.ray_agent`), because it ends a connected process when the
-cluster's head is gone, and the trainer must still save its weights. This side sends orders as JSON
-lines and reads their outcomes.
+Ray runs in a child process (`processes.ray_agent`), because it ends connected processes when the cluster's
+head is gone, and the trainer must still save its weights.
 
-Invariant: secrets pass through pipes and Ray's calls, never through a command line. The agent and
-everything that it started end with this process.
+Secrets pass through pipes and Ray's calls, never through a command line. The agent and everything it started
+end with this process.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from tinkerscript.processes.planned import PlannedProcess
 
 ACTOR_STOP_S = 4.0
 
-ROOM_S = 600.0
-"""Seconds to wait for the resources that the run needs from its start."""
+ROOM_S = 600.0  # To get room for what must run from the start.
 
 LINE_BYTES = 2**20
 
@@ -46,10 +44,7 @@ async def open_launcher(
     note: Callable[[str], None],
     room_s: float = ROOM_S,
 ) -> AsyncGenerator[Launcher]:
-    """Open the launcher of the processes that may run on other machines.
-
-    Raises ConfigError if Ray is not installed or the cluster cannot be used.
-    """
+    """Raises ConfigError if Ray is missing or the cluster is unusable."""
     if config.cluster.launcher == "local":
         yield LocalLauncher()
         return
@@ -68,7 +63,7 @@ async def open_launcher(
     launcher = RayLauncher(process, log, note)
     try:
         await launcher.connect(config, plan, room_s)
-        if launcher.gpus:  # CUDA reads the variable at its first use, which is later.
+        if launcher.gpus:  # CUDA reads it later, at its first use.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(launcher.gpus)
         yield launcher
     finally:
@@ -76,14 +71,12 @@ async def open_launcher(
 
 
 class RayProcess(Started):
-    """A process that Ray has started, or will start when there is room."""
+    """A process that may still wait for room."""
 
     def __init__(self, number: int, send: Callable[[dict[str, Any]], None]) -> None:
         self.host, self.port = "", 0
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.why = ""
-        """The reason if the process did not end by itself, for example because its machine was lost."""
-
+        self.why = ""  # Set if it did not end by itself, such as on a lost machine.
         self._number = number
         self._send = send
 
@@ -111,8 +104,6 @@ class RayLauncher(Launcher):
 
     def __init__(self, process: Process, log: Path, note: Callable[[str], None]) -> None:
         self.gpus: list[str] = []
-        """The GPUs that Ray has reserved for this process."""
-
         self._process = process
         self._log = log
         self._note = note
@@ -123,10 +114,7 @@ class RayLauncher(Launcher):
         self._reading = asyncio.create_task(self._read(), name="ray agent")
 
     async def connect(self, config: RunConfig, plan: Sequence[PlannedProcess], room_s: float) -> None:
-        """Join the cluster and wait up to `room_s` seconds for the resources of everything but the workers.
-
-        Raises ConfigError.
-        """
+        """Join the cluster, and wait for room for everything but the workers. Raises ConfigError."""
         self._where = f" at {config.cluster.address}" if config.cluster.address else ""
         fixed = [
             process
@@ -187,7 +175,7 @@ class RayLauncher(Launcher):
         return process
 
     async def close(self) -> None:
-        """Leave the cluster, and end it if it was started for this run."""
+        """Leave the cluster, and end it if it is our own."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -200,7 +188,7 @@ class RayLauncher(Launcher):
         await self._process.wait()
         await self._reading
         if self._ready.done():
-            self._ready.exception()  # It was raised already, or comes too late to matter.
+            self._ready.exception()  # It was raised already, or is too late.
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -242,4 +230,4 @@ class RayLauncher(Launcher):
         for future in (self._ready, *(process.ended for process, _ in self._started.values())):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # Otherwise asyncio would log the error of a process without a waiter.
+                future.exception()  # Or asyncio would log it if nothing waits for the process.

@@ -1,7 +1,7 @@
-"""`run_page` serves the page of a run from a child process that runs `tinkerscript view`.
+"""Serve a run's page from a child process, `tinkerscript view`.
 
-Invariant: a run neither waits for its page nor fails because of it. The page has low priority, so that
-it cannot delay a claim, and it ends with this process.
+A run neither waits for its page nor fails because of it. The page has low priority and ends with this
+process.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ async def run_page(
     *,
     max_restarts: int = MAX_RESTARTS,
 ) -> AsyncGenerator[None]:
-    """Serve the page of the run in `folder` while the context is open, and announce its URL.
+    """Announce the page's URL, also to `on_page`.
 
-    `on_page` is called with the URL. Without it, or with `page_port: off`, there is no page.
+    Without `on_page`, or with `page_port: off`, there is no page.
     """
     if on_page is None or config.page_port == "off":
         yield
@@ -49,7 +49,7 @@ async def run_page(
             yield
             return
         with listener:
-            # The run holds the socket, so that the address stays and visitors wait while the page restarts.
+            # We hold the socket, so visitors wait while the page restarts.
             url = http_url(listener, tls=bool(options))
             note(f"watch the run at {url}")
             on_page(url)
@@ -80,11 +80,11 @@ async def _given_up(
 
 
 def _listen(config: RunConfig) -> tuple[socket.socket, list[str]]:
-    """Return a listening socket, and the options of `view` for TLS. Raises OSError.
+    """Return a listening socket, and the TLS options of `view`. Raises OSError.
 
-    The page listens on the server's host if the admin token protects it there, otherwise only on this
-    machine. It also does so for a trainer that shares the ledger with a server elsewhere, and therefore
-    lacks that server's address or certificate.
+    Listens on the server's host if the admin token protects the page there, otherwise only on this machine. A
+    trainer that shares a ledger with a remote server lacks that server's address or certificate, so it stays
+    local too.
     """
     section, port = config.interchange_server, config.page_port
     token = read_token(os.environ, ADMIN_TOKEN) or ""

@@ -1,7 +1,4 @@
-"""`Supervisor` restarts the processes of a run when they die, and stops them when the run ends.
-
-Launchers start them on this machine or on others. Invariant: no process outlives this one.
-"""
+"""`Supervisor` restarts a run's processes when they die, and stops them at the end."""
 
 from __future__ import annotations
 
@@ -15,26 +12,21 @@ from tinkerscript.lifecycle import last_lines
 from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher
 
 CHILD_GRACE_S = 4.0
-"""Seconds between the request to stop and SIGKILL. It is less than an interrupted run has before it exits
-hard."""
+"""Then SIGKILL. An interrupted run exits hard only later."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Seconds of backoff before the first, second, ... restart in a row. The last one repeats."""
+"""For consecutive restarts; the last value repeats."""
 
 STABLE_AFTER_S = 60.0
-"""A child that lived this many seconds is restarted at once, and its backoff starts again."""
+"""A child that lived this long restarts at once."""
 
 
 class Supervisor:
-    """Owns child processes. Leaving the context stops all of them."""
-
     def __init__(
         self, *, max_restarts: int, note: Callable[[str], None], launcher: Launcher | None = None
     ) -> None:
         self._local = LocalLauncher()
         self.launcher = launcher or self._local
-        """The launcher of children that may run on other machines."""
-
         self._max_restarts = max_restarts
         self._note = note
         self._children: list[Child] = []
@@ -50,7 +42,6 @@ class Supervisor:
         await self.stop()
 
     async def stop(self) -> None:
-        """Stop every child before the end of the context."""
         await asyncio.shield(self._end())
 
     async def _end(self) -> None:
@@ -58,7 +49,7 @@ class Supervisor:
         await asyncio.gather(*(self._stop(child) for child in self._children))
         await asyncio.gather(*self._tasks)
         if self._failure is not None and self._failure.done():
-            self._failure.exception()  # It was raised already, or comes too late to matter.
+            self._failure.exception()  # It was raised already, or is too late.
 
     @property
     def restarts(self) -> int:
@@ -78,7 +69,7 @@ class Supervisor:
         await self._stop(child)
 
     async def failed(self) -> None:
-        """Wait forever, or raise ChildFailedError when a child dies too often or cannot run."""
+        """Raise ChildFailedError when a child cannot run or dies too often."""
         assert self._failure is not None
         await asyncio.shield(self._failure)
 
@@ -116,7 +107,7 @@ class Supervisor:
                 return
             child.restarts += 1
             await self._spawn(child)
-            if self._stopping.is_set():  # The request to stop came while the child was starting.
+            if self._stopping.is_set():  # We were asked to stop meanwhile.
                 await self._stop(child)
                 return
 
@@ -128,7 +119,7 @@ class Supervisor:
         return True
 
     def fail(self, error: Exception) -> None:
-        """Let `failed` raise `error`, unless an earlier error exists."""
+        """Make `failed` raise `error`, or an earlier one."""
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)
@@ -144,13 +135,11 @@ class Supervisor:
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        except WorkerError as error:  # The launcher failed.
+        except WorkerError as error:
             self.fail(error)
 
 
 class ChildFailedError(WorkerError):
-    """A child process cannot run, or has died too often."""
-
     def __init__(self, child: Child) -> None:
         assert child.process is not None
         super().__init__(
@@ -160,16 +149,14 @@ class ChildFailedError(WorkerError):
 
 
 class CanFail(Protocol):
-    async def failed(self) -> None:
-        """Wait forever, or raise when it fails."""
-        ...
+    async def failed(self) -> None: ...
 
 
 WorkT = TypeVar("WorkT")
 
 
 async def run_beside(others: CanFail, work: asyncio.Task[WorkT]) -> WorkT:
-    """Await `work`, but raise as soon as a dependency fails."""
+    """Await `work`, but raise when a dependency fails."""
     watch = asyncio.create_task(others.failed(), name="watch children")
     try:
         await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,9 +1,8 @@
-"""`python -m tinkerscript.processes.with_parent PROGRAM ...` runs a foreign program that ends with our
-parent.
+"""`python -m tinkerscript.processes.with_parent PROGRAM ...` runs a program that ends with our parent.
 
-The supervisor asks a child to stop by closing its standard input, which also closes when the supervisor
-is killed. If this process leads a session, as it does under the supervisor, the program's descendants
-end too, even if this process is killed. Ray kills an actor's children, but not their descendants.
+The supervisor stops a child by closing its standard input, which also closes if the supervisor is killed. If
+this process leads a session, as under the supervisor, the program's descendants end too, even if this process
+is killed. Ray kills an actor's children, but not their descendants.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ PROGRAM_GRACE_S = 2.0
 
 
 def main(argv: list[str]) -> int:
-    """Run `argv` until it ends or standard input closes, and return its exit code."""
     if os.getpgrp() == os.getpid():
         _end_the_group_after_this_process()
     program = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
@@ -37,12 +35,12 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=watch, daemon=True).start()
     code = program.wait()
     if stopped.is_set() and os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # This kills this process too. Its exit code has no reader any more.
+        os.killpg(0, signal.SIGKILL)  # This ends us too.
     return code
 
 
 def _end_the_group_after_this_process() -> None:
-    # However this process ends, its end of the pipe closes, and the forked process kills the group.
+    # However we end, our end of the pipe closes, and the fork kills the group.
     read, write = os.pipe()
     if os.fork():
         os.close(read)

@@ -1,9 +1,8 @@
 """Convert request bodies and replies from and to the SDK's types.
 
-The SDK's request types read JSON bodies and refuse unknown fields. The protobuf messages come from
-`tinker.proto.tinker_public_pb2`, which the SDK ships. Samples and losses are answered in protobuf to
-clients that accept it (the SDK since 0.24), otherwise in JSON. An error contains the path of the field,
-such as `data[3].loss_fn_inputs.weights`.
+The SDK's request types read JSON and refuse unknown fields; `tinker.proto.tinker_public_pb2` has its protobuf
+messages. Clients that accept protobuf (SDK 0.24 and later) get samples and losses in it, others JSON. Errors
+contain a field's path, such as `data[3].loss_fn_inputs.weights`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinkerscript.errors import EngineRequestError, WireError
 
 Reply = dict[str, Any] | Response | None
-"""A JSON object, a complete response, or None for an empty reply."""
+"""A JSON object, a whole response, or None for an empty reply."""
 
 FutureResult = tinker.SampleResponse | tinker.ForwardBackwardOutput | dict[str, Any]
-"""The results that `write_result` can write. A JSON object is sent unchanged."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -36,7 +34,7 @@ _NUMPY_TYPES: dict[int, tuple[tinker.types.TensorDtype, type[np.generic]]] = {
 
 
 def read_json(model: type[M], body: bytes) -> M:
-    """Parse a JSON body. Raises WireError 422 with the field and the value."""
+    """Raises WireError 422 with the field and the value."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -64,7 +62,7 @@ class ForwardBackwardCall:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackwardCall:
-    """Decode the body of `forward_backward`. Raises EngineRequestError with the field."""
+    """Raises EngineRequestError with the field."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -83,7 +81,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
 
 
 def _config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
-    # `loss_fn_config` can only hold numbers, so `loss_fn_config_v2` takes precedence.
+    # `loss_fn_config` holds only numbers, so `loss_fn_config_v2` wins.
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number
@@ -160,7 +158,7 @@ def _tensor_json(values: NDArray[Any]) -> dict[str, Any]:
 
 
 def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
-    """Write one record with a batched tensor for each output field of the loss."""
+    """Write a record with a batched tensor per output field of the loss."""
     message = pb.ForwardBackwardOutput()
     message.loss_fn_output_type = output.loss_fn_output_type
     record = message.loss_fn_outputs.add()

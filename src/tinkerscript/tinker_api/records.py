@@ -1,9 +1,8 @@
-"""Sessions with their runs and samplers, and checkpoints, all stored on disk.
+"""Sessions with their runs and samplers, and checkpoints, all on disk.
 
-A session is stored when it is created, so that a client that outlives the server can continue sampling
-from checkpoints. A checkpoint is a Hugging Face folder with the file `NOTE` in it, behind
-`tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`. The folders are the only record, so
-a restarted server finds exactly what they contain.
+Sessions are stored at once, so that a client that outlives the server can keep sampling from checkpoints. A
+checkpoint is a Hugging Face folder with a `NOTE`, at `tinker://RUN/weights/NAME` or
+`tinker://RUN/sampler_weights/NAME`. Nothing else records checkpoints.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from tinkerscript.files import write_atomically
 
 FORGET_AFTER = timedelta(days=30)
 
-NOTE = "tinker_checkpoint.json"  # Describes a checkpoint in its folder.
+NOTE = "tinker_checkpoint.json"
 
 ARCHIVE_KINDS: Mapping[str, Literal["training", "sampler"]] = {
     "weights": "training",
     "sampler_weights": "sampler",
 }
-"""Tinker's name for the kind of checkpoint, by the second part of its `tinker://` path."""
+"""Tinker's name for the second part of a `tinker://` path."""
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 24 * 3600
 
@@ -41,16 +40,13 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 @dataclass(slots=True)
 class SamplerRecord:
-    """A sampling session over a checkpoint, over a snapshot, or (with neither) over the base model."""
+    """Samples from a checkpoint, a snapshot, or else the base model."""
 
     sampler_id: str
     base_model: str
     model_path: str | None = None
-    snapshot: bool = False
-    """True if only this process has the weights, because they were not saved."""
-
-    clones: int = 0
-    """The number of clients that joined after the first."""
+    snapshot: bool = False  # Only this process has the weights.
+    clones: int = 0  # Clients that joined later.
 
 
 @dataclass(slots=True)
@@ -60,7 +56,7 @@ class RunRecord:
     last_request: str
     user_metadata: dict[str, Any] | None = None
     lora_config: dict[str, Any] | None = None
-    """Tinker's `LoraConfig` as JSON, or None if all weights train."""
+    """Tinker's `LoraConfig`; None if all weights train."""
 
 
 @dataclass(slots=True)
@@ -69,15 +65,13 @@ class ClientSession:
     created: str
     user_metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     display_name: str | None = None
-    finished: str | None = None
-    """The reason for the end, or None if the session is active."""
-
+    finished: str | None = None  # Why it ended; None while active.
     samplers: dict[str, SamplerRecord] = field(default_factory=dict[str, SamplerRecord])
     runs: dict[str, RunRecord] = field(default_factory=dict[str, RunRecord])
 
 
 class Sessions:
-    """The sessions on disk under `root`. `clock` returns seconds."""
+    """Sessions on disk. `clock` returns seconds."""
 
     def __init__(self, root: Path, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._root = root
@@ -107,7 +101,7 @@ class Sessions:
         return session
 
     def active(self, session_id: str) -> ClientSession:
-        """Return an active session and count the request as a heartbeat. Raises WireError 410 or 404."""
+        """Return an active session and count a heartbeat. Raises WireError 410 or 404."""
         session = self.get(session_id)
         if session.finished is not None:
             raise WireError(410, f"session_id: the session {session_id} has ended ({session.finished})")
@@ -120,11 +114,11 @@ class Sessions:
         return self._sessions[session_id]
 
     def all(self) -> list[ClientSession]:
-        """Return every session, newest first."""
+        """Return all sessions, newest first."""
         return sorted(self._sessions.values(), key=lambda session: session.created, reverse=True)
 
     def sampler(self, sampler_id: str) -> tuple[ClientSession, SamplerRecord]:
-        """Return a sampler with its session. Raises WireError 404."""
+        """Raises WireError 404."""
         session = self._sessions.get(sampler_id.partition(":sample:")[0])
         if session is None or sampler_id not in session.samplers:
             raise WireError(
@@ -135,14 +129,14 @@ class Sessions:
         return session, session.samplers[sampler_id]
 
     def run(self, run_id: str) -> tuple[ClientSession, RunRecord]:
-        """Return a training run with its session. Raises WireError 404."""
+        """Raises WireError 404."""
         session = self._sessions.get(run_id.partition(":train:")[0])
         if session is None or run_id not in session.runs:
             raise WireError(404, f"model_id: no training run {run_id!r}")
         return session, session.runs[run_id]
 
     def finish(self, session: ClientSession, how: str) -> None:
-        """End a session. Of several reasons, the first is kept."""
+        """End a session. The first reason is kept."""
         if session.finished is None:
             session.finished = how
             self._last_seen.pop(session.session_id, None)
@@ -174,11 +168,11 @@ def _read_session(path: Path) -> ClientSession:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint. Times are ISO 8601 with a time zone."""
+    """A stored checkpoint. Times are ISO 8601 with a time zone."""
 
     run_id: str
     kind: str
-    """Either `weights` (with optimizer state) or `sampler_weights`."""
+    """`weights` (with optimizer state) or `sampler_weights`."""
 
     name: str
     time: str
@@ -186,8 +180,7 @@ class Checkpoint:
     user_metadata: dict[str, str] | None = None
     expires_at: str | None = None
     public: bool = False
-    lora_config: dict[str, Any] | None = None
-    """The run's `LoraConfig`, or None if the checkpoint contains all weights."""
+    lora_config: dict[str, Any] | None = None  # None if the checkpoint has all weights.
 
     @property
     def path(self) -> str:
@@ -213,7 +206,7 @@ class Checkpoints:
         user_metadata: dict[str, str] | None,
         ttl_seconds: int | None,
     ) -> Checkpoint:
-        """Describe a checkpoint that is yet to be written. Raises WireError with the field."""
+        """Describe a future checkpoint. Raises WireError with the field."""
         name = name or uuid4().hex
         if not _NAME.fullmatch(name):
             raise WireError(400, f"path: {name!r} must be letters, digits, '.', '_' and '-', without '/'")
@@ -239,8 +232,7 @@ class Checkpoints:
         return {NOTE: json.dumps(asdict(checkpoint), indent=2) + "\n"}
 
     def find(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Return the checkpoint at a `tinker://` path. Raises WireError 400 for a malformed path and 404
-        for a missing checkpoint."""
+        """Return a stored checkpoint. Raises WireError: 400 for a malformed path, 404 for a missing one."""
         run_id, kind, name = _parts(path, field)
         found = _read_checkpoint(self._root / _folder_name(run_id) / kind / name / NOTE)
         if found is None or found.expired(datetime.now(UTC)):
@@ -250,7 +242,7 @@ class Checkpoints:
         return found
 
     def all(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Return the checkpoints of one run or of all runs, newest first."""
+        """Return checkpoints, newest first."""
         pattern = f"{_folder_name(run_id) if run_id else '*'}/*/*/{NOTE}"
         now = datetime.now(UTC)
         found = [_read_checkpoint(path) for path in self._root.glob(pattern)]

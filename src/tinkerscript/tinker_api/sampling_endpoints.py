@@ -1,4 +1,4 @@
-"""Endpoints of samplers. Invariant: a sampler's weights never change."""
+"""Endpoints of samplers, whose weights never change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def create_sampling_session(state: WireState, request: CreateSamplingSessi
 
 
 async def join_sampling_session(state: WireState, request: JoinSamplingSessionRequest) -> Reply:
-    """Number a copy of the client in another process, so that the copies' request ids differ."""
+    """Number a client's copy, so that the copies' request ids differ."""
     session, record = state.sessions.sampler(request.sampling_session_id)
     record.clones += 1
     state.sessions.save(session)
@@ -95,7 +95,7 @@ def _check_supported(request: types.SampleRequest) -> None:
 
 
 async def _sample(client: EmbeddedSamplingClient, request: types.SampleRequest) -> tinker.SampleResponse:
-    # Both are queued before either is awaited.
+    # Queue both before awaiting either.
     target = None if request.target_prompt_logprobs is None else _Target(request)
     sampled = client.sample(request.prompt, request.num_samples, request.sampling_params)
     if not (request.prompt_logprobs or request.topk_prompt_logprobs or target):
@@ -122,8 +122,7 @@ def _top(scores: PromptScores) -> TopkLogprobs | None:
 
 
 class _Target:
-    """Token ids by prompt position from `target_prompt_logprobs`, dense or sparse. -1 marks an unused
-    cell."""
+    """The ids of `target_prompt_logprobs`, dense or sparse. -1 marks an unused cell."""
 
     def __init__(self, request: types.SampleRequest) -> None:
         asked = request.target_prompt_logprobs
@@ -150,7 +149,7 @@ class _Target:
         self.cells = (rows[self._wanted].astype(np.int64), self._ids[self._wanted])
 
     def answer(self, scores: PromptScores) -> tinker.TensorData:
-        """Return the log-probabilities in the layout of the request, with 0 in unused cells."""
+        """Return logprobs in that layout, with 0 in unused cells."""
         assert scores.chosen is not None
         values = np.zeros(len(self._ids), np.float32)
         values[self._wanted] = scores.chosen

@@ -52,8 +52,7 @@ CLIENT_CONFIG = {
     "sample_join_sampling_session": True,
     "custom_loss_server_side": False,
 }
-"""Options of the SDK: no token exchange, plain httpx, one request per run at a time, and protobuf before
-0.25."""
+"""No token exchange, plain httpx, one request per run at a time, protobuf before 0.25."""
 
 DYNAMIC_CONFIG = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 

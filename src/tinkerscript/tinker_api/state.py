@@ -1,12 +1,10 @@
-"""`WireState` is the state that all endpoints share, and limits its memory.
+"""The state that all endpoints share (`WireState`), and limits on its memory.
 
-A client starts a request now and fetches its result later (`Futures`). A request that is repeated
-because its reply was lost runs only once: its key maps to the same future while that is kept. A fetched
-result is kept for some time, so that it can be fetched again.
+A client starts a request now and fetches its result later (`Futures`). Repeating it, because a reply was
+lost, returns the same future. Fetched results stay a while, to be fetched again.
 
-A training run's weights stay in memory until its session ends. Samplers over the same checkpoint, or
-over the base model, share one copy of the weights. The least recently used copies are evicted and
-reloaded from disk when needed; unsaved weights are then lost.
+A run's weights stay in memory until its session ends. Samplers over the same weights share one copy. The
+least recently used copies are evicted and reloaded when needed; unsaved ones are then lost.
 """
 
 from __future__ import annotations
@@ -37,24 +35,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """The load at which the server asks clients to wait."""
+    """Loads at which the server asks clients to wait."""
 
     runs: int = 8
-    """Training runs in memory. Each has an adapter or weights, gradients and moments."""
+    """Runs in memory, each with an adapter or weights, gradients and moments."""
 
     samplers: int = 32
     waiting_samples: int = 8192
-    """Running or waiting sequences. A request beyond it gets status 429."""
+    """Unfinished sequences. Beyond it requests get a 429."""
 
-    waiting_requests: int = 4096
-    """Requests of all kinds that have not been forgotten yet."""
-
+    waiting_requests: int = 4096  # Of all kinds, until forgotten.
     body_bytes: int = 64 * 1024 * 1024
     poll_s: float = 30.0
-    """The longest wait for a result in one request. The SDK gives up after 45 seconds."""
+    """How long one request waits for a result. The SDK gives up after 45 s."""
 
     session_timeout_s: float = 300.0
-    """The time without a heartbeat after which a session ends. The SDK sends one every 10 seconds."""
+    """A session ends after this time without a heartbeat. The SDK sends one every 10 s."""
 
 
 @dataclass(slots=True)
@@ -74,7 +70,7 @@ class Pending:
 
 
 class Futures:
-    """Started requests by id. An instance belongs to one event loop."""
+    """Requests by id. An instance belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -104,10 +100,7 @@ class Futures:
         session_id: str,
         samples: int = 0,
     ) -> str:
-        """Start `work` and return its id. If the key is known, only return the existing id.
-
-        Work starts in the order of the calls.
-        """
+        """Start `work` unless the key is known, and return its id. Work starts in the order of the calls."""
         self._sweep()
         found = self._ids.get(key)
         if found is not None:
@@ -121,9 +114,9 @@ class Futures:
         return request_id
 
     async def fetch(self, request_id: str, timeout_s: float) -> FutureResult | None:
-        """Return the result or the error, or None after `timeout_s`.
+        """Return the result or error, or None after `timeout_s`.
 
-        Raises WireError 410 for an unknown id, upon which the client starts its request again.
+        Raises WireError 410 for an unknown id; the client then starts over.
         """
         pending = self._pending.get(request_id)
         if pending is None:
@@ -155,7 +148,7 @@ class Futures:
                 pending.task.cancel()
 
     def release_waiting(self) -> None:
-        """Answer every waiting fetch with "try again", so that clients retry at the next server."""
+        """Let waiting clients retry at the next server."""
         self._closing.set()
 
     async def close(self) -> None:
@@ -180,7 +173,7 @@ class Futures:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return an error as the SDK expects it. The category tells whether the user or the server caused it."""
+    """Return an error in the SDK's form, which blames the user or the server."""
     wrong_request = isinstance(error, EngineRequestError) or (
         isinstance(error, WireError) and error.status < 500
     )
@@ -201,7 +194,7 @@ class WireState:
         self._weights: OrderedDict[str, asyncio.Future[EmbeddedSamplingClient]] = OrderedDict()
 
     def check_model(self, name: str, *, field: str = "base_model") -> str:
-        """Return the served model's name if `name` is that name or the model's folder. Raises WireError."""
+        """Return the served model's name. `name` may be its folder. Raises WireError."""
         if name == self.name or Path(name).expanduser().resolve() == self.engine.folder.resolve():
             return self.name
         raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
@@ -235,7 +228,7 @@ class WireState:
         )
 
     def check_room(self) -> None:
-        """Raise WireError 429 at `limits.waiting_requests`. The SDK then waits and retries."""
+        """Raise WireError 429, upon which the SDK retries."""
         if len(self.futures) >= self.limits.waiting_requests:
             raise WireError(
                 429, f"{len(self.futures)} requests are waiting or not fetched yet; the limit is reached"
@@ -248,8 +241,7 @@ class WireState:
         self._trim()
 
     async def weights_of(self, sampler: SamplerRecord) -> EmbeddedSamplingClient:
-        """Return a client over a sampler's weights, loading them if needed. Raises WireError if they are
-        lost."""
+        """Load the weights if needed. Raises WireError if they are lost."""
         key = sampler.sampler_id if sampler.snapshot else (sampler.model_path or "")
         found = self._weights.get(key)
         if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):

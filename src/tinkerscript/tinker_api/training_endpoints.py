@@ -1,7 +1,6 @@
 """Endpoints that create, train, save and load runs.
 
-Invariant: the requests of a run take effect in the order of their `seq_id`, and a repeated one has no
-effect.
+A run's requests take effect in `seq_id` order, and repeated ones have no effect.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from tinkerscript.tinker_api.records import (
 )
 from tinkerscript.tinker_api.state import Run, WireState
 
-# Target of an adapter -> field of Tinker's LoraConfig.
+# Adapter target -> field of Tinker's LoraConfig.
 LORA_PARTS = {"attn": "train_attn", "mlp": "train_mlp", "unembed": "train_unembed"}
 
-LORA_ALPHA = 32.0  # Tinker uses this value for every rank.
+LORA_ALPHA = 32.0  # Tinker's value for every rank.
 
 TINKER_LOSSES = {
     "cross_entropy": frozenset({"target_tokens", "weights"}),
@@ -44,10 +43,10 @@ TINKER_LOSSES = {
     "gspo": POLICY_INPUTS | {"sequence_ratio_mask"},
     "stable_reinforce": POLICY_INPUTS,
 }
-"""The `loss_fn_inputs` that Tinker's documentation lists for each `loss_fn`."""
+"""The inputs that Tinker's documentation lists for each `loss_fn`."""
 
 STABLE_REINFORCE = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
-"""Parameters of `cispo` that implement `stable_reinforce`, for which Tinker publishes no formula.
+"""`cispo` parameters for `stable_reinforce`, for which Tinker publishes no formula.
 
 This is REINFORCE with truncated importance sampling (Yao et al. 2025): -sg(min(ratio, 2)) * advantage *
 logprob. Of the sampler it only needs the datum's `logprobs`.
@@ -72,8 +71,7 @@ def _begin_run(
     lora_config: dict[str, Any] | None,
     source: tuple[Checkpoint, bool] | None,
 ) -> dict[str, str]:
-    """Start a run from the base model, or from `source`: a checkpoint and whether to load its optimizer
-    state."""
+    """Start a run. `source` is a checkpoint, and whether to load its optimizer state."""
     model_id = f"{session.session_id}:train:{model_seq_id}"
     record = RunRecord(model_id, state.name, timestamp(), user_metadata, lora_config)
     key = (model_id, "create")
@@ -135,8 +133,7 @@ def _check_optimizer(config: types.OptimizerConfig | None) -> None:
 
 
 def _checked_lora(state: WireState, config: types.LoraConfig | None) -> dict[str, Any] | None:
-    """Return the `LoraConfig` for the run's record, or None if all weights train. Raises WireError with
-    the field."""
+    """Return the run's `LoraConfig`, or None if all weights train. Raises WireError with the field."""
     config = config or types.LoraConfig(rank=DEFAULT_RANK)
     left_out = [name for name in LORA_PARTS.values() if not getattr(config, name)]
     if not state.engine.is_lora:
@@ -218,7 +215,7 @@ def _for_engine(call: ForwardBackwardCall) -> tuple[list[tinker.Datum], str, dic
 
 
 def _averaged(datum: tinker.Datum) -> tinker.Datum:
-    # The engine's `gspo` averages over the tokens in the ratio, and Tinker's sums.
+    # Tinker's `gspo` sums over the ratio's tokens, the engine's averages.
     inputs = dict(datum.loss_fn_inputs)
     mask = inputs.pop("sequence_ratio_mask").to_numpy() != 0
     advantages = inputs["advantages"].to_numpy() * max(1, int(mask.sum()))
@@ -226,7 +223,7 @@ def _averaged(datum: tinker.Datum) -> tinker.Datum:
 
 
 def _without_padding(datum: tinker.Datum) -> tinker.Datum:
-    # The penalty of the engine's `dro` would train prompts, which have neither advantage nor logprob.
+    # The engine's `dro` would penalize prompts, which lack advantages and logprobs.
     inputs = dict(datum.loss_fn_inputs)
     mask = (inputs["advantages"].to_numpy() != 0) | (inputs["logprobs"].to_numpy() != 0)
     return _with_inputs(datum, inputs, mask=mask)
@@ -248,7 +245,7 @@ async def optim_step(state: WireState, request: types.OptimStepRequest) -> Reply
     async def work() -> FutureResult:
         response = await run.client.optim_step(params)
         if SKIPPED_STEPS in (response.metrics or {}):
-            # Tinker has no metric for a skipped step, so a client would believe that it was taken.
+            # Tinker has no metric for it, so clients would think the step was taken.
             raise EngineError("the gradient is not finite; the step was not taken")
         return {"metrics": response.metrics}
 
@@ -317,7 +314,7 @@ async def _write(state: WireState, run: Run, checkpoint: Checkpoint, *, overwrit
 
 
 async def load_weights(state: WireState, request: types.LoadWeightsRequest) -> Reply:
-    """Load into a new run (`session_id`) or into an existing one (`model_id`)."""
+    """Load into a new run (`session_id`) or an existing one (`model_id`)."""
     if request.weights_access_token is not None:
         raise WireError(400, "weights_access_token: this server has no accounts; leave it out")
     _check_optimizer(request.optimizer_config)

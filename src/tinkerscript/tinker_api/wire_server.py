@@ -1,10 +1,10 @@
-"""The Tinker server: the table of its endpoints, the ASGI application, and its process.
+"""The Tinker server: its endpoint table, ASGI application, and process.
 
-Every error is answered with `{"detail": message}` and a status that the SDK's retries understand: 400,
-404, 410 and 422 are final, 408 and 429 mean "try again later", 5xx is a fault of the server. Every
-request except the health check needs an `X-API-Key` header, even if any key is accepted, because a web
-page of another site cannot send that header unasked. A page that uses DNS rebinding is refused by its
-host name.
+Errors are `{"detail": message}` with a status that the SDK understands: 400, 404, 410 and 422 are final, 408
+and 429 mean "try again later", 5xx is the server's fault.
+
+All requests but the health check need an `X-API-Key` header, even if any key is accepted, because another
+site's page cannot send that header unasked. A page that uses DNS rebinding is refused by its host name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tinkerscript.tinker_api.state import WireLimits, WireState
 PREFIX = "/api/v1/"
 HEALTH = "healthz"
 HOUSEKEEPING_S = 10.0
-LIMITS = ConnectionLimits(body_s=600.0)  # A training batch may take minutes to arrive.
+LIMITS = ConnectionLimits(body_s=600.0)  # A training batch may take minutes.
 ENGINE_GRACE_S = 2
 
 M = TypeVar("M", bound=BaseModel)
@@ -53,7 +53,7 @@ M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[WireState, Request, bytes], Awaitable[Reply]]
 
 
-# The adapter of the engine's own training client, which is unused because each run has another one.
+# For the engine's own, unused training client.
 UNUSED_ADAPTER = LoraSettings(rank=1, targets=("unembed",))
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def _no_body(handler: Callable[[WireState, Request], Awaitable[Reply]]) -> Handl
 
 
 def _fixed(reply: dict[str, Any]) -> Handler:
-    # Telemetry of clients is not stored.
+    # We do not store telemetry.
     async def handle(state: WireState, request: Request, body: bytes) -> Reply:
         del state, request, body
         return reply
@@ -125,11 +125,11 @@ WIRE_ENDPOINTS: Mapping[tuple[str, str], Handler] = {
     ("POST", f"{_CHECKPOINT}/publish"): _no_body(session.publish),
     ("DELETE", f"{_CHECKPOINT}/publish"): _no_body(session.unpublish),
 }
-"""Handlers by method and by path after `PREFIX`. Parts in braces are `path_params`."""
+"""Method and path after `PREFIX` -> handler. Parts in braces are `path_params`."""
 
 
 def wire_app(state: WireState, *, api_key: str | None = None) -> Starlette:
-    """Return the application. With an `api_key`, only this key is accepted."""
+    """Return the app. With an `api_key`, only this key is accepted."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -209,7 +209,7 @@ async def _keep_house(state: WireState) -> None:
         state.housekeeping()
 
 
-ENGINE_KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"  # Names the only accepted API key.
+ENGINE_KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"  # The variable with the only accepted key.
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +218,8 @@ class WireOptions:
     state_dir: Path
     name: str
     host: str = "127.0.0.1"
-    port: int = 0
-    """0 selects a free port."""
-
-    full: bool = False
-    """Train all weights of each run instead of an adapter."""
-
+    port: int = 0  # 0: a free port.
+    full: bool = False  # Runs train all weights, not adapters.
     threads: int = 1
     max_batch: int = 128
     device: str = "cpu"
@@ -234,9 +230,9 @@ class WireOptions:
 
 
 async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> None:
-    """Serve until cancelled. `announce` is called with the URL when the server listens.
+    """Serve until cancelled. `announce` gets the URL.
 
-    Raises ConfigError if the address is in use, or if it is open to other machines without a key.
+    Raises ConfigError if the address is in use, or open to other machines without a key.
     """
     key = os.environ.get(ENGINE_KEY_VARIABLE) or None
     if key is None and not is_loopback(options.host):

@@ -1,7 +1,7 @@
-"""Framing, socket options, intervals and the send queue of both ends of the link.
+"""Framing, socket options, intervals and send queue for both ends of the link.
 
-A frame is a msgpack list of messages: those queued in one event-loop iteration. Invariant: a message that
-cannot be decoded is dropped without losing the others, and every queue is bounded.
+A frame is a msgpack list of the messages queued in one event-loop iteration. A malformed message is dropped
+alone, and every queue is bounded.
 """
 
 from __future__ import annotations
@@ -21,27 +21,20 @@ from tinkerscript.trainer_link.messages import Tagged, ToServer, ToTrainer
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 256 * 2**20  # A peer that sends a larger frame is disconnected.
-MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20  # Leaves room for the list around the messages.
+MAX_FRAME_BYTES = 256 * 2**20  # A larger frame disconnects the peer.
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20  # Room for the list around the messages.
 FULL_FRAME_BYTES = 4 * 2**20
-MAX_QUEUED = 100_000  # Beyond it the oldest messages are dropped; important ones are repeated anyway.
+MAX_QUEUED = 100_000  # Beyond it the oldest are dropped.
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """Intervals of the link, in seconds."""
+    """Intervals in seconds."""
 
-    heartbeat_s: float = 1.0
-    """Interval between two `Hello` messages."""
-
-    silence_s: float = 5.0
-    """Silence after which the trainer counts as disconnected."""
-
-    grace_s: float = 10.0
-    """How long a model call waits for a trainer to connect."""
-
-    resend_s: float = 5.0
-    """Time after which an unconfirmed message is sent again."""
+    heartbeat_s: float = 1.0  # Between `Hello`s.
+    silence_s: float = 5.0  # A trainer is disconnected after this.
+    grace_s: float = 10.0  # A model call waits this long for a trainer.
+    resend_s: float = 5.0  # Unconfirmed messages repeat after this.
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -60,10 +53,7 @@ def _log_drop(reason: str, detail: str, _: Tagged | None = None) -> None:
 def frames(
     messages: Iterable[Tagged], drop: Callable[[str, str, Tagged], None] = _log_drop
 ) -> Iterator[bytes]:
-    """Pack messages into frames, in order.
-
-    `drop(reason, detail, message)` is called for a message that cannot be encoded or is too large.
-    """
+    """Pack messages into frames, in order, and call `drop` for those that cannot be sent."""
     parts, size = list[msgspec.Raw](), 0
     for message in messages:
         try:
@@ -71,7 +61,7 @@ def frames(
         except (TypeError, ValueError, OverflowError) as error:
             drop("unencodable", f"{type(message).__name__}: {error}", message)
             continue
-        # Sending it would end the connection, again each time that the message is repeated.
+        # It would end the connection, at every repetition.
         if len(encoded) > MAX_MESSAGE_BYTES:
             size_and_limit = f"{len(encoded)} bytes; a message carries {MAX_MESSAGE_BYTES}"
             drop("too_large", f"{type(message).__name__} of {size_and_limit}", message)
@@ -89,12 +79,12 @@ def frames(
 
 
 def read_to_server(frame: bytes) -> list[ToServer]:
-    """Decode a trainer's frame. Raises LinkError if no message is readable."""
+    """Raises LinkError if no message is readable."""
     return _read(frame, _decode_to_server)
 
 
 def read_to_trainer(frame: bytes) -> list[ToTrainer]:
-    """Decode a server's frame. Raises LinkError if no message is readable."""
+    """Raises LinkError if no message is readable."""
     return _read(frame, _decode_to_trainer)
 
 
@@ -120,14 +110,12 @@ def _each(frame: bytes, decode: Callable[[bytes], list[T]]) -> Iterator[T]:
 
 
 def set_options(socket: zmq.asyncio.Socket, address: str) -> None:
-    """Set the limits and reconnection of a socket, the same at both ends."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.IPV6, int("[" in address))
-    # The connections to a stopped machine stay open, so only a heartbeat lets a trainer reach the next
-    # server.
+    # Connections to a stopped machine stay open; the heartbeat lets a trainer reach the next server.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
 
@@ -146,7 +134,7 @@ class Outbox:
         self._filled.set()
 
     def put_latest(self, message: Tagged) -> None:
-        """Queue a message in place of earlier ones of its type."""
+        """Replace earlier messages of this type."""
         kind = type(message)
         self._messages = deque(queued for queued in self._messages if not isinstance(queued, kind))
         self.put(message)

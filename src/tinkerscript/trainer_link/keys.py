@@ -1,10 +1,10 @@
-"""The keys of a link that leaves this machine (CURVE), and the check of connections.
+"""Keys of a link that leaves this machine (CURVE), and the check of connections.
 
-The run folder contains one key pair for the server and one for the trainer, as ZeroMQ certificates.
-Invariants: only the owner can read the secret keys. The pairs are created once and atomically, so that
-of two processes that start together one creates the folder and the other reads it. Only a connection
-that proves the trainer's key carries messages; others are counted and occasionally logged. CURVE proves
-the key, `LinkGuard` compares it (ZAP, RFC 27), and a socket monitor reports failed handshakes.
+The run folder has a key pair for each end, as ZeroMQ certificates. Only the owner can read the secret keys.
+The pairs are created once and atomically, even if two processes start together.
+
+Only a connection that proves the trainer's key carries messages. CURVE proves the key, `LinkGuard` compares
+it (ZAP, RFC 27), and a socket monitor reports failed handshakes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import check_private
 
-KEYS_DIR = "link_keys"  # Within the run folder.
+KEYS_DIR = "link_keys"
 
 SERVER_KEYS = "server"
 TRAINER_KEYS = "trainer"
@@ -42,26 +42,24 @@ _REMEDY = f"copy the folder {KEYS_DIR!r} of the server's run folder, or delete i
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The keys of the server's end in Z85, 40 characters each."""
+    """The server's keys, each 40 characters of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
-    trainer_public: bytes
-    """The only key that may connect."""
+    trainer_public: bytes  # The only key that may connect.
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerKeys:
-    """The keys of the trainer's end in Z85, 40 characters each."""
+    """The trainer's keys, each 40 characters of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
-    server_public: bytes
-    """The only trusted server."""
+    server_public: bytes  # The only trusted server.
 
 
 def make_link_keys(folder: Path) -> None:
-    """Create both pairs in `folder`, unless it exists. Raises ConfigError if it is not writable."""
+    """Create both pairs unless `folder` exists. Raises ConfigError."""
     if folder.exists():
         return
     try:
@@ -73,7 +71,7 @@ def make_link_keys(folder: Path) -> None:
             if not folder.exists():
                 draft.rename(folder)
         except OSError:
-            if not folder.exists():  # Otherwise another process created it first.
+            if not folder.exists():  # Otherwise another process was first.
                 raise
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -82,29 +80,26 @@ def make_link_keys(folder: Path) -> None:
 
 
 def pack_link_keys(folder: Path) -> bytes:
-    """Pack both pairs for another server that needs the same keys. Raises ConfigError."""
+    """Raises ConfigError."""
     load_server_keys(folder)
     return msgspec.json.encode({name: (folder / name).read_text() for name in _FILES})
 
 
 def unpack_link_keys(folder: Path, packed: bytes) -> None:
-    """Replace the pairs in `folder`, which `make_link_keys` has created, by packed ones."""
+    """Replace the pairs from `make_link_keys`."""
     for name, text in msgspec.json.decode(packed, type=dict[str, str]).items():
         if name in _FILES:
-            (folder / name).write_text(text)  # Writing keeps the file's mode.
+            (folder / name).write_text(text)  # Keeps the file's mode.
 
 
 def load_server_keys(folder: Path) -> ServerKeys:
-    """Load the server's keys. Raises ConfigError with the file and the remedy."""
+    """Raises ConfigError with the file and the remedy."""
     public, secret = _pair(folder, SERVER_KEYS)
     return ServerKeys(public, secret, _public(folder, TRAINER_KEYS))
 
 
 def load_trainer_keys(folder: Path) -> TrainerKeys:
-    """Load the trainer's keys, from `server.key` and the two `trainer` files.
-
-    Raises ConfigError with the file and the remedy.
-    """
+    """Raises ConfigError with the file and the remedy."""
     public, secret = _pair(folder, TRAINER_KEYS)
     return TrainerKeys(public, secret, _public(folder, SERVER_KEYS))
 
@@ -127,7 +122,7 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
         public, secret = zmq.auth.load_certificate(path)
         for key in (public, secret):
             if key is not None:
-                zmq.curve_public(key)  # It raises for a malformed key.
+                zmq.curve_public(key)  # Raises for a malformed key.
     except (OSError, ValueError, zmq.ZMQError) as error:
         raise ConfigError(f"{path} contains no key of the link ({error}); {_REMEDY}") from error
     return public, secret
@@ -137,7 +132,7 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _DOMAIN = b"tinkerscript"
 _LOG_EVERY_S = 60.0
 
-# The reason under which a refused connection is counted.
+# Why a connection was refused.
 _FAILED = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "wrong_key",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake",
@@ -151,7 +146,7 @@ _DETAILS = {
 
 
 class FailedHandshakes:
-    """Counts and logs refused connections at either end of the link."""
+    """Counts and logs refused connections at either end."""
 
     def __init__(self, socket: zmq.asyncio.Socket, address: str, count: Callable[[str], None]) -> None:
         events = 0
@@ -191,11 +186,11 @@ class FailedHandshakes:
 
 
 class LinkGuard:
-    """Restricts a server's socket to the trainer's key by answering libzmq's ZAP requests."""
+    """Admits only the trainer's key, by answering libzmq's ZAP requests."""
 
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys) -> None:
         self._allowed = zmq.utils.z85.decode(keys.trainer_public)
-        # Bind before the link does, because libzmq accepts every key without a ZAP handler.
+        # Bound before the link: without a ZAP handler libzmq accepts every key.
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ZAP_ADDRESS)
@@ -210,7 +205,7 @@ class LinkGuard:
             await self._socket.send_multipart([*envelope, *answer])
 
     def _is_allowed(self, request: list[bytes]) -> bool:
-        # A request has version, id, domain, address, identity, mechanism and credentials.
+        # Version, id, domain, address, identity, mechanism, credentials.
         if len(request) != 7:
             return False
         _, _, domain, _, _, mechanism, key = request
@@ -221,7 +216,7 @@ class LinkGuard:
 
 
 def secure_server(socket: zmq.asyncio.Socket, keys: ServerKeys) -> None:
-    """Refuse connections without CURVE. A `LinkGuard` of the same context must exist."""
+    """Refuse connections without CURVE. The context needs a `LinkGuard`."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

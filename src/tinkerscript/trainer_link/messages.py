@@ -1,9 +1,8 @@
-"""Messages of the ZeroMQ link between trainer and server, as msgspec structs encoded in msgpack.
+"""Messages of the ZeroMQ link between trainer and server: msgspec structs in msgpack.
 
-Invariant: messages are delivered at least once in both directions, and any of them may arrive twice.
-Registrations repeat until `Registered` and are idempotent by episode uuid. Rows repeat until
-`Committed`, in the order of their numbers. Outcomes arrive in the order of their end numbers, and the
-trainer reports the last one that it has.
+Delivery is at least once, so any message may arrive twice. Registrations repeat until `Registered` and are
+idempotent by episode uuid. Rows repeat until `Committed`, in order of their numbers. Outcomes arrive in order
+of their end numbers, and the trainer reports the last one it has.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ LINK_VERSION = 16
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of messages. The class name is the message's tag on the wire."""
+    """A message. Its class name is the tag on the wire."""
 
 
 # Trainer -> server
 
 
 class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of the batch that the trainer waits for. See `protocol.BatchProgressResponse`."""
+    """See `protocol.BatchProgressResponse`."""
 
     label: str
     rule: str
@@ -42,60 +41,42 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Tagged, frozen=True):
-    """The first message of a trainer, repeated as its heartbeat."""
+    """A trainer's first message, repeated as its heartbeat."""
 
     link_version: int
     trainer_id: str
-    """Unique to the trainer process."""
-
     policy_version: int
     global_step: int
     engine_status: EngineStatus
     model: str
     usable_versions: list[int] | None = None
-    """Policy versions that the lag rule lets train in the current batch; None without such a rule."""
+    """Versions that the lag rule admits to this batch; None without such a rule."""
 
     client_samples: bool = True
     batch: BatchProgress | None = None
     run_finished: bool = False
-    """Whether the run has reached its end."""
-
-    failure: str = ""
-    """The error with which the trainer leaves, or empty."""
-
+    failure: str = ""  # Why the trainer leaves.
     position: int = -1
-    """End number of the last outcome that the trainer has; -1 if it takes none yet."""
+    """End number of the trainer's last outcome; -1 if it takes none yet."""
 
-    number: int = 0
-    """Increases with each `Hello`. The `Welcome` that answers has the same number."""
-
+    number: int = 0  # Increases; `Welcome` repeats it.
     started_ns: int = 0
-    """Start of the trainer in Unix nanoseconds. The latest trainer owns the server. Without this, a late
-    frame of a dead trainer could displace its successor."""
+    """In Unix nanoseconds. The latest trainer owns the server; an older one's late frame changes nothing."""
 
 
 class NewEpisode(Tagged, frozen=True):
     episode_uuid: str
     episode_type: EpisodeType
     group_id: str
-    payload: bytes
-    """A JSON object."""
-
+    payload: bytes  # A JSON object.
     pool: str = TRAINER_POOL
-    group_size: int = 0
-    """Number of episodes in the group; 0 if unknown."""
-
+    group_size: int = 0  # 0: unknown.
     step: int = 0
-    """Training step that plans the episode or precedes its evaluation; 0 for a client's own sample."""
+    """The step that plans or precedes it; 0 for a client's sample."""
 
-    label: str = ""
-    """Label of the evaluation. Empty for training."""
-
-    position: int = -1
-    """Position of the sample in the training order, or -1."""
-
-    copies: int = 1
-    """Number of episodes of the sample, including this one, which are registered together."""
+    label: str = ""  # The evaluation's; empty for training.
+    position: int = -1  # In the training order, or -1.
+    copies: int = 1  # They are registered together.
 
     @property
     def uuids(self) -> list[str]:
@@ -107,49 +88,45 @@ class Register(Tagged, frozen=True):
 
 
 class Received(Tagged, frozen=True):
-    """Confirms the outcomes up to an end number, so that the server may send more."""
+    """Confirms outcomes, so the server may send more."""
 
     position: int
 
 
 class Commit(Tagged, frozen=True):
-    """Writes rows into the ledger in one transaction. Answered by `Committed`."""
+    """Writes rows in one transaction. Answered by `Committed`."""
 
-    number: int
-    """Counted from 1. A trainer's commits are executed once each, in this order."""
-
+    number: int  # From 1. Each trainer's commits run once, in order.
     rows: list[TrainerRow]
 
 
 class Resume(Tagged, frozen=True):
-    """Asks where a starting trainer continues. Answered by `Resumed`."""
+    """Asks where to continue. Answered by `Resumed`."""
 
     request_id: int
     checkpoints: list[int]
-    """The steps with complete checkpoints."""
-
     replay_lag: int = 0
-    """For how many earlier steps the trainer needs the episodes that trained."""
+    """For how many earlier steps the trainer needs the trained episodes."""
 
     plan_lag: int = 0
-    """How many earlier steps may have planned episodes for the next one."""
+    """How many earlier steps may have planned the next one's episodes."""
 
 
 class Fetch(Tagged, frozen=True):
-    """Asks for an episode's result by its sequence. Answered by `Fetched`."""
+    """Asks for an episode's result. Answered by `Fetched`."""
 
     request_id: int
     episode: int
 
 
 class TallyRequest(Tagged, frozen=True):
-    """Asks how the run's episodes ended. Answered by `Tallied` after everything sent before it."""
+    """Asks how episodes ended. Answered by `Tallied`, after everything sent before."""
 
     request_id: int
 
 
 class Cancel(Tagged, frozen=True):
-    """Cancels episodes. Those that have not ended fail with kind `cancelled`."""
+    """Unfinished episodes fail with kind `cancelled`."""
 
     episode_uuids: list[str]
     reason: str
@@ -166,7 +143,7 @@ class Sampled(Tagged, frozen=True):
 
 
 class SampleProgress(Tagged, frozen=True):
-    """Tokens sampled since the previous report. Sent once, because nothing depends on it."""
+    """Tokens sampled since the last report. Sent once; nothing depends on it."""
 
     request_id: int
     reports: list[Progress]
@@ -177,12 +154,11 @@ class SampleFailed(Tagged, frozen=True):
     status: int
     code: str
     message: str
-    param: str | None = None
-    """The field of the caller's request that caused the failure."""
+    param: str | None = None  # The request's field at fault.
 
 
 class Metrics(Tagged, frozen=True):
-    """The trainer's metrics in Prometheus' text format, for the server's `/metrics`."""
+    """The trainer's metrics, in Prometheus' text format."""
 
     text: bytes
 
@@ -191,21 +167,16 @@ class Metrics(Tagged, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    waiting: int = 0
-    """Number of the trainer's episodes that are not claimed."""
-
-    own_claims: dict[str, int] = {}
-    """Claims of each worker that the trainer started, without idle ones."""
+    waiting: int = 0  # Unclaimed episodes.
+    own_claims: dict[str, int] = {}  # Of the trainer's workers, without idle ones.
 
 
 class Welcome(Tagged, frozen=True):
     link_version: int
     server_id: str
-    """Unique to the server process."""
-
     number: int
-    """Number of the `Hello` that this answers; everything the trainer sent before it is committed. 0 on a
-    new connection, which confirms nothing."""
+    """The `Hello` that this answers; everything sent before it is committed. 0 on a new connection, which
+    confirms nothing."""
 
     quarantined: dict[str, str] = {}
     """Client -> why it gets no episodes: all its attempts fail."""
@@ -214,13 +185,13 @@ class Welcome(Tagged, frozen=True):
 
 
 class Refused(Tagged, frozen=True):
-    """Rejects a trainer, because another one took over or the link versions differ."""
+    """Says that another trainer took over, or that the link versions differ."""
 
     reason: str
 
 
 class Stop(Tagged, frozen=True):
-    """Asks the trainer to stop in order. The run can be resumed."""
+    """Asks the trainer to stop. The run can be resumed."""
 
     reason: str
 
@@ -235,19 +206,17 @@ class Registered(Tagged, frozen=True):
 
 
 class Cancelled(Tagged, frozen=True):
-    """Answers a `Cancel`: the episodes are cancelled, had ended before, or are unknown."""
+    """The episodes are cancelled, had ended before, or are unknown."""
 
     episode_uuids: list[str]
 
 
 class Committed(Tagged, frozen=True):
-    """Confirms the commits of this trainer up to a number."""
-
     number: int
 
 
 class Resumed(Tagged, frozen=True):
-    """Answers a `Resume`. The outcomes that wait for the trainer follow."""
+    """Answers `Resume`. Waiting outcomes follow."""
 
     request_id: int
     history: History
@@ -256,8 +225,7 @@ class Resumed(Tagged, frozen=True):
 class RequestFailed(Tagged, frozen=True):
     request_id: int
     reason: str
-    is_config: bool = False
-    """Whether the run cannot continue with this ledger until the user changes something."""
+    is_config: bool = False  # The user must change something first.
 
 
 class Tallied(Tagged, frozen=True):
@@ -268,36 +236,29 @@ class Tallied(Tagged, frozen=True):
 class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
     number: int = 0
     after: int = 0
-    """End number of the outcome sent before this one. A trainer that lacks it waits for both."""
+    """End number of the outcome sent before. A trainer that lacks it waits for both."""
 
     sequence: int = 0
     episode_uuid: str
     episode_type: EpisodeType = "train"
     pool: str = TRAINER_POOL
     group_id: str = ""
-    group_size: int = 0
-    """Number of episodes in the group; 0 if the registering client did not say."""
+    group_size: int = 0  # 0: unknown.
 
 
 class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
-    """A result, with the calls of the claim that produced it."""
-
     attempt: int
     client_uuid: str
     reward: float
     policy_version_at_claim: int
-    all_calls: list[Call] = msgspec.field(name="calls")
-    """The calls of every role, in recorded order."""
-
+    all_calls: list[Call] = msgspec.field(name="calls")  # Of all roles, in recorded order.
     role_rewards: dict[str, float] = {}
     call_rewards: dict[str, float] = {}
-    """Call id -> share of `reward` that this call of the policy earned."""
+    """Policy call's id -> its share of `reward`."""
 
     metadata: dict[str, object] = {}
     log_metrics: dict[str, float] = {}
-    is_success: bool | None = None
-    """Whether the attempt solved its sample, or None if unknown."""
-
+    is_success: bool | None = None  # None: unknown.
     retries: list[dict[str, object]] = []
 
     @property
@@ -306,7 +267,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def earned(self) -> tuple[float, ...]:
-        """What each call of the policy earned, up to the last that earned anything."""
+        """Return what each policy call earned, up to the last with a share."""
         own = [self.call_rewards.get(call.call_id, 0.0) for call in self.calls] if self.call_rewards else []
         while own and not own[-1]:
             own.pop()
@@ -314,16 +275,16 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def policy_versions(self) -> set[int]:
-        """Versions of all of this run's weights that sampled any part, also those of other trained roles."""
+        """Return the versions of all trained weights that sampled a part, other roles' too."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
     def judged(self, reward: float) -> EpisodeAccepted:
-        """A copy with the reward of its group's judge, which replaces the program's rewards."""
+        """Replace the program's reward by the judge's."""
         others = {role: own for role, own in self.role_rewards.items() if role != POLICY}
         return msgspec.structs.replace(self, reward=reward, role_rewards=others, call_rewards={})
 
     def failed(self, kind: str, message: str) -> EpisodeFailed:
-        """The failure that training sees instead. The ledger keeps the result."""
+        """Return the failure that training sees. The ledger keeps the result."""
         failure: dict[str, object] = {
             "kind": kind,
             "message": message,
@@ -335,9 +296,9 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
         return EpisodeFailed(failures=[*self.retries, failure], **shared)
 
     def reward_of(self, role: str) -> float:
-        """Return the reward of a trained role. An empty `role` is the run's policy.
+        """Return a trained role's reward. An empty `role` is the policy.
 
-        If `role_rewards` lacks the role, the score with its name counts, or else the episode's reward.
+        Without an entry in `role_rewards`, the role's score counts, then the episode's reward.
         """
         if not role:
             return self.role_rewards.get(POLICY, self.reward)
@@ -358,7 +319,7 @@ Outcome = EpisodeAccepted | EpisodeFailed
 
 
 class Fetched(Tagged, frozen=True):
-    """Answers a `Fetch`, with None if the episode has no result."""
+    """Answers `Fetch`, with None if the episode has no result."""
 
     request_id: int
     outcome: EpisodeAccepted | None
@@ -367,13 +328,10 @@ class Fetched(Tagged, frozen=True):
 class Sample(Tagged, frozen=True):
     request_id: int
     request: SampleRequest
-    traceparent: str = ""
-    """The W3C trace context of the model call, or an empty string."""
+    traceparent: str = ""  # W3C trace context of the model call.
 
 
 class CancelSample(Tagged, frozen=True):
-    """Cancels a sample, because its caller is gone."""
-
     request_id: int
 
 
@@ -393,8 +351,7 @@ FromTrainer = (
 )
 ToServer = Hello | FromTrainer
 
-Request = Resume | Fetch | TallyRequest
-"""Messages with a `request_id`, which the answer repeats."""
+Request = Resume | Fetch | TallyRequest  # The answer repeats their `request_id`.
 
 Answer = Resumed | Fetched | Tallied | RequestFailed
 
@@ -418,10 +375,10 @@ ToTrainer = (
 
 
 # Failure kinds of results that cannot train.
-QUARANTINED = "reward_out_of_bounds"  # Its reward would end the run (`errors.MAX_REWARD`).
+QUARANTINED = "reward_out_of_bounds"  # Beyond `errors.MAX_REWARD`.
 JUDGE_FAILED = "judge_failed"
-UNREADABLE = "calls_unreadable"  # Its calls do not follow one another, so they cannot be merged.
-SCORE_MISSING = "score_missing"  # It lacks a score that `training.reward_weights` names.
+UNREADABLE = "calls_unreadable"  # Its calls do not follow each other.
+SCORE_MISSING = "score_missing"  # `training.reward_weights` names it.
 
 
 def scores_of(outcome: EpisodeAccepted) -> dict[str, float]:
@@ -429,8 +386,8 @@ def scores_of(outcome: EpisodeAccepted) -> dict[str, float]:
 
 
 def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
-    """Turn a result into a failure if a reward is out of bounds, its calls cannot be merged, or it is for
-    training and lacks one of `scores`. The ledger keeps the result."""
+    """Fail a result with a reward out of bounds, unmergeable calls, or in training without one of `scores`.
+    The ledger keeps the result."""
     if isinstance(outcome, EpisodeFailed):
         return outcome
     kind = QUARANTINED
@@ -461,7 +418,7 @@ def check_episode(episode: NewEpisode) -> None:
         payload = msgspec.json.decode(episode.payload, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the payload of an episode must be a JSON object: {error}") from error
-    # Counting brackets is cheap and bounds the depth, so that most payloads need no further check.
+    # Counting brackets is cheap and bounds most payloads' depth.
     brackets, depth = episode.payload.count(b"{") + episode.payload.count(b"["), PAYLOAD_DEPTH.limit
     if brackets > depth and depth_is_beyond(payload, depth):
         raise ValueError(f"the payload of an episode is nested more than {depth} deep; flatten it")

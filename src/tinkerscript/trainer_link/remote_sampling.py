@@ -1,8 +1,7 @@
-"""Model calls over the link: `LinkSampler` at the server's end, `SampleService` at the trainer's.
+"""Model calls over the link: `LinkSampler` at the server, `SampleService` at the trainer.
 
-Invariant: a model call is answered once, or refused with a status that says whether to retry, and never
-exceeds its time limit, whichever process restarts. The trainer never runs a request twice at once, and
-every exception of the engine becomes a `SampleFailed`.
+Whichever process restarts, a call is answered once, or refused with a status that says whether to retry,
+within its time limit. The trainer never runs a request twice at once.
 """
 
 from __future__ import annotations
@@ -54,14 +53,13 @@ class _Pending:
 
 
 class LinkSampler(Sampler):
-    """The gateway's sampler, which the trainer answers. A trainer that connects gets the open requests
-    again."""
+    """Samples at the trainer. A new trainer gets the open requests again."""
 
     def __init__(self, link: SampleLink, *, timeout_s: float, times: LinkTimes | None = None) -> None:
         self._link = link
         self._timeout_s = timeout_s
         self._times = times or LinkTimes()
-        # Ids start at random, so that an answer to a previous server process matches no request of this one.
+        # Random, so that late answers match no request of a restarted server.
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._pending: dict[int, _Pending] = {}
         self._closed = False
@@ -104,32 +102,32 @@ class LinkSampler(Sampler):
         self._link.send(pending.message)
 
     def trainer_connected(self) -> None:
-        """Send all open requests again, because the trainer may be new or may have missed some."""
+        """Send all open requests: the trainer may be new or have missed some."""
         for pending in self._pending.values():
             self._send(pending)
 
     def resend(self) -> None:
-        """Repeat requests that have waited for long. The trainer ignores those that it is running."""
+        """Repeat old requests. The trainer ignores those it is running."""
         due = asyncio.get_running_loop().time() - self._times.resend_s
         for pending in self._pending.values():
             if 0 < pending.sent_at <= due:
                 self._send(pending)
 
     def engine_unavailable(self) -> None:
-        """Refuse the requests of a trainer that was lost without a successor within the grace period."""
+        """Refuse open requests: no trainer came within the grace period."""
         for pending in self._pending.values():
             if pending.sent_at and not pending.answer.done():
                 pending.answer.set_exception(_unavailable(self._times.grace_s))
 
     def close(self) -> None:
-        """Refuse open and future requests, because the server is shutting down."""
+        """Refuse open and future requests: the server is shutting down."""
         self._closed = True
         for pending in self._pending.values():
             if not pending.answer.done():
                 pending.answer.set_exception(_shutting_down())
 
     def message(self, message: Sampled | SampleProgress | SampleFailed) -> None:
-        """Deliver an answer or progress, or drop it if its caller is gone."""
+        """Drop it if its caller is gone."""
         pending = self._pending.get(message.request_id)
         if pending is None or pending.answer.done():
             return
@@ -156,22 +154,19 @@ def _shutting_down() -> GatewayError:
 
 
 class SampleService:
-    """Runs `sampler` in a task per request and passes the answers to `send`."""
-
     def __init__(
         self, sampler: SampleFunction, send: Callable[[Tagged], None], *, relays: bool = False
     ) -> None:
-        """`relays`: `sampler` asks another process, which creates the trace span."""
+        """With `relays`, the process that `sampler` asks creates the trace span."""
         self._sampler = sampler
         self._send = send
         self._relays = relays
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled = set[asyncio.Task[None]]()
-        # A request gets one message per tick of the event loop.
+        # One message per request and event-loop iteration.
         self._reports: dict[int, list[Progress]] = {}
 
     def start(self, message: Sample) -> None:
-        """Start a task for a request, unless it has one."""
         if message.request_id in self._tasks:
             return
         task = asyncio.create_task(self._serve(message))

@@ -1,8 +1,8 @@
 """The server's end of the link: a ROUTER socket that serves one trainer at a time.
 
-Invariant: the trainer that started last owns the server. Its `Hello` takes over; the previous trainer gets
-a `Refused` and is rejected from then on. Each frame to a trainer starts with the server's epoch. Frames
-that cannot be delivered are counted and dropped, because important messages are repeated (see `messages`).
+The trainer that started last owns the server: its `Hello` takes over, and others are `Refused`. Frames to a
+trainer start with the server's epoch. Undeliverable frames are counted and dropped, because important
+messages repeat (see `messages`).
 """
 
 from __future__ import annotations
@@ -40,25 +40,20 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerEvent(Enum):
-    CONNECTED = auto()
-    """For the first time or again. It may have missed earlier messages."""
-
-    SILENT = auto()
-    """Nothing was received for `LinkTimes.silence_s`."""
-
-    LOST = auto()
-    """It did not return within `LinkTimes.grace_s`."""
+    CONNECTED = auto()  # For the first time or again.
+    SILENT = auto()  # For `LinkTimes.silence_s`.
+    LOST = auto()  # For longer than `LinkTimes.grace_s`.
 
 
 LinkEvent = TrainerEvent | ToServer
 
 LinkHandler = Callable[[LinkEvent], None]
-"""Handles all events on the event loop, without blocking. It answers each `Hello` with
-`ServerLink.welcome` once everything received before is committed."""
+"""Must not block. Answers each `Hello` with `ServerLink.welcome` once everything received before is
+committed."""
 
 
 class ServerLink:
-    """Binds the socket, receives, sends and watches the heartbeat. `run` owns the tasks."""
+    """The server's socket. `run` owns the tasks that receive, send and watch the heartbeat."""
 
     def __init__(
         self,
@@ -68,8 +63,8 @@ class ServerLink:
         times: LinkTimes | None = None,
         count_drop: Callable[[str], None],
     ) -> None:
-        """Trainers drop frames with a lower `epoch` than they have seen. `count_drop(reason)` is called
-        for each dropped frame or message."""
+        """Trainers drop frames with a lower `epoch` than they have seen. `count_drop(reason)` is called per
+        dropped frame or message."""
         self.server_id = server_id
         self.epoch = epoch
         self.connected = False
@@ -80,11 +75,9 @@ class ServerLink:
         self._guard: LinkGuard | None = None
         self._handshakes: FailedHandshakes | None = None
         self._outbox = Outbox()
-        self.trainer_id = ""
-        """Id of the owning trainer; empty before the first."""
-
+        self.trainer_id = ""  # Empty before the first trainer.
         self.position = -1
-        """End number of the last outcome that the trainer has; -1 if it takes none yet."""
+        """End number of the trainer's last outcome; -1 if it takes none yet."""
 
         self._started_ns = 0
         self._refused: set[str] = set()
@@ -92,10 +85,10 @@ class ServerLink:
         self._became_connected = asyncio.Event()
 
     def bind(self, address: str, keys: ServerKeys | None = None) -> str:
-        """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port) and return the bound address.
+        """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port) and return the address.
 
-        With `keys`, connections must prove the trainer's key (CURVE). Raises ConfigError if the address
-        is not usable, after which `bind` may be called again.
+        With `keys`, connections must prove the trainer's key (CURVE). Raises ConfigError for an unusable
+        address, after which you may call `bind` again.
         """
         set_options(self._socket, address)
         if keys is not None:
@@ -115,7 +108,7 @@ class ServerLink:
         return os.fsdecode(endpoint.rstrip(b"\0"))
 
     def send(self, message: Tagged) -> None:
-        """Queue a message for the trainer, or drop it if none is connected."""
+        """Queue a message, or drop it if no trainer is connected."""
         if self.connected:
             self._outbox.put(message)
 
@@ -125,7 +118,7 @@ class ServerLink:
         quarantined: Mapping[str, str] = MappingProxyType({}),
         demand: Demand | None = None,
     ) -> None:
-        """Answer the `Hello` with this number, which confirms everything sent before it."""
+        """Confirm everything received before this `Hello`."""
         self.send(
             Welcome(
                 link_version=LINK_VERSION,
@@ -177,7 +170,7 @@ class ServerLink:
                     self._heard.set()
                     handle(message)
                     if isinstance(message, Register):
-                        await asyncio.sleep(0)  # A frame may have thousands of episodes: let others run.
+                        await asyncio.sleep(0)  # A frame may have thousands of episodes.
                 else:
                     name = type(message).__name__
                     self._drop("not_the_trainer", f"{name} before a Hello, or after a takeover")
@@ -199,7 +192,7 @@ class ServerLink:
             self.connected = True
             logger.info("link.connected trainer_id=%s model=%s", hello.trainer_id, hello.model)
             self._became_connected.set()
-            # Sent first, because a trainer drops the requests of a previous server when it meets a new one.
+            # First, because a trainer drops a former server's requests when it meets a new one.
             self.welcome(number=0)
             handle(TrainerEvent.CONNECTED)
 
@@ -231,7 +224,7 @@ class ServerLink:
             await self._send_to(self.trainer_id.encode(), messages)
 
     async def _send_to(self, identity: bytes, messages: list[Tagged]) -> None:
-        # This never waits, because a trainer that does not read must not block its successor.
+        # Never waits, or a trainer that does not read could block its successor.
         for frame in frames(messages, self._drop):
             try:
                 await self._socket.send_multipart([identity, b"%d" % self.epoch, frame], flags=zmq.NOBLOCK)

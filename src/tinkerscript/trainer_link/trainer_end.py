@@ -1,9 +1,8 @@
 """`TrainerLink`: the trainer's end of the link.
 
-Invariant: nothing important depends on a single message. The trainer repeats registrations, commits,
-cancellations and requests until they are confirmed, and the server repeats outcomes until the trainer has
-them. A link survives a restart of the server and its replacement at the same address: frames with a lower
-epoch than a known one are dropped.
+Nothing important depends on a single message: the trainer repeats registrations, commits, cancellations and
+requests until they are confirmed, and the server repeats outcomes. A link survives a server's restart and
+replacement: frames with a lower epoch than a known one are dropped.
 """
 
 from __future__ import annotations
@@ -80,10 +79,10 @@ from tinkerscript.trainer_link.remote_sampling import SampleService
 logger = logging.getLogger(__name__)
 
 
-# Episodes per `Register`. A message holds whole groups, so a single large one may exceed this.
+# Episodes per `Register`, unless a single group is larger.
 REGISTER_CHUNK = 500
 
-FETCHED_AT_ONCE = 16  # Each episode is a message, which may be large.
+FETCHED_AT_ONCE = 16  # Each episode is a message.
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +92,7 @@ class _Registration:
 
 
 class TrainerLink:
-    """A DEALER socket that sends heartbeats, registers episodes, serves samples, receives outcomes and
-    writes to the ledger.
+    """Registers episodes, serves samples, receives outcomes and writes to the ledger.
 
         async with TrainerLink(address, trainer_id=uuid, model="tiny", sampler=engine.sample) as link:
             history = await link.resume(checkpoints=[])
@@ -119,17 +117,12 @@ class TrainerLink:
         keys: TrainerKeys | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        """Create a link without connecting. `keys` are required if `server.json` names `link_keys`. `note`
-        is called with messages for the user."""
+        """`keys` are required if `server.json` names `link_keys`. `note` receives messages for the user."""
         self.stop_requested = asyncio.Event()
-        """Set when the server asks the trainer to stop."""
-
         self.refused_handshakes = 0
-        """Connections that the server refused, or that failed because the server lacks the expected key."""
+        """Connections that the server refused, or that lacked the expected key."""
 
-        self.demand = Demand()
-        """Work for workers, from the server's last answer."""
-
+        self.demand = Demand()  # By the last `Welcome`.
         self._address = address
         self._keys = keys
         self._note = note
@@ -147,7 +140,7 @@ class TrainerLink:
         self._outbox = Outbox()
         self._samples = SampleService(sampler, self._outbox.put)
         self._inbox: list[Outcome] = []
-        # The end number of the last outcome that was taken from the inbox.
+        # The last outcome taken from the inbox.
         self._taken = 0
         self._commits: dict[int, Commit] = {}
         self._commit_numbers = itertools.count(1)
@@ -196,19 +189,19 @@ class TrainerLink:
 
     @property
     def own_clients(self) -> str:
-        """Prefix of the `client_uuid` of the workers that this trainer starts."""
+        """Return the prefix of our workers' `client_uuid`."""
         return own_clients(self._hello.trainer_id)
 
     @property
     def server_id(self) -> str:
-        """Id of the server that answered last; empty before the first answer."""
+        """Return the server that answered last, or "" before the first answer."""
         return self._server_id
 
     async def register(self, episodes: Sequence[NewEpisode]) -> None:
-        """Register episodes, and return when the server has stored all of them.
+        """Return once the server has stored the episodes.
 
         Raises ValueError for an invalid episode, ConflictError for a known uuid with other content, and
-        LinkError for a group that is too large for a message, or if the server refuses this trainer.
+        LinkError for a group too large for a message, or if the server refuses this trainer.
         """
         self._check()
         missing = {episode.episode_uuid: episode for episode in episodes}
@@ -225,11 +218,9 @@ class TrainerLink:
                 self._registering.pop(episode.episode_uuid, None)
 
     async def resume(self, checkpoints: Sequence[int], *, replay_lag: int = 0, plan_lag: int = 0) -> History:
-        """Start, or continue from the newest of the steps in `checkpoints` (see
-        `ledger.history.find_beginning`).
+        """Start, or continue from the newest step in `checkpoints` (see `ledger.history.find_beginning`).
 
-        Outcomes arrive from now on. Raises ConfigError if the ledger cannot continue from these steps,
-        and LinkError.
+        Outcomes arrive from now on. Raises LinkError, and ConfigError if the ledger cannot continue there.
         """
         request = Resume(
             request_id=next(self._request_ids),
@@ -242,7 +233,7 @@ class TrainerLink:
         return answer.history
 
     async def fetch(self, episodes: Sequence[int]) -> list[EpisodeAccepted]:
-        """Return the results of episodes, given by sequence, without failed ones. Raises LinkError."""
+        """Return results by sequence, without failures. Raises LinkError."""
         found = list[EpisodeAccepted]()
         for start in range(0, len(episodes), FETCHED_AT_ONCE):
             chunk = episodes[start : start + FETCHED_AT_ONCE]
@@ -255,7 +246,7 @@ class TrainerLink:
         return answer.outcome
 
     async def tally(self) -> Tally:
-        """Return how the committed episodes of the run ended. Raises LinkError."""
+        """Count how the run's committed episodes ended. Raises LinkError."""
         answer = await self._ask(TallyRequest(request_id=next(self._request_ids)))
         assert isinstance(answer, Tallied)
         return answer.tally
@@ -274,9 +265,9 @@ class TrainerLink:
         return answer
 
     async def outcomes(self) -> list[Outcome]:
-        """Wait for results and failures. Returns at least one, in the order of the episodes' ends.
+        """Wait for at least one result or failure, in the order of the episodes' ends. Each comes once.
 
-        Each outcome is returned once. Raises LinkError.
+        Raises LinkError.
         """
         while not self._inbox:
             self._check()
@@ -288,18 +279,14 @@ class TrainerLink:
         return taken
 
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows into the ledger in one transaction, without waiting."""
+        """Write rows like `commit`, without waiting."""
         if rows:
             commit = Commit(number=next(self._commit_numbers), rows=list(rows))
             self._commits[commit.number] = commit
             self._outbox.put(commit)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows into the ledger in one transaction, and wait until they and all earlier ones are
-        committed.
-
-        Raises LinkError.
-        """
+        """Write rows in one transaction, and wait for it and all earlier ones. Raises LinkError."""
         self.note(rows)
         wanted = max(self._commits, default=0)
         while self._committed < wanted:
@@ -314,7 +301,7 @@ class TrainerLink:
         self._outbox.put(Cancel(episode_uuids=uuids, reason=reason))
 
     def release_client(self, client_uuid: str, reason: str) -> None:
-        """Release the claims of a dead client at once instead of when their leases expire."""
+        """Release a dead client's claims before their leases expire."""
         self._outbox.put(ReleaseClient(client_uuid=client_uuid, reason=reason))
 
     def set_status(
@@ -328,7 +315,7 @@ class TrainerLink:
         run_finished: bool | None = None,
         failure: str | None = None,
     ) -> None:
-        """Send the engine's state to the server. None leaves a value unchanged."""
+        """Tell the server the engine's state. None leaves a value unchanged."""
         new = {
             "policy_version": policy_version,
             "global_step": global_step,
@@ -346,13 +333,13 @@ class TrainerLink:
         self._outbox.put_latest(Metrics(text=text))
 
     def set_batch(self, batch: BatchProgress | None, *, at_once: bool) -> None:
-        """Send the progress of the current batch, at once or with the next heartbeat."""
+        """Send now, or with the next heartbeat."""
         self._hello = msgspec.structs.replace(self._hello, batch=batch)
         if at_once:
             self._say_hello()
 
     async def flush(self) -> None:
-        """Return when the server has committed everything sent before. Raises LinkError."""
+        """Wait until the server has committed everything sent before. Raises LinkError."""
         self._say_hello()
         number = self._hello.number
         while self._welcomed < number:
@@ -360,13 +347,11 @@ class TrainerLink:
             self._news.clear()
             await self._news.wait()
 
-    # Tasks
-
     def _count_handshake(self, reason: str) -> None:
         self.refused_handshakes += 1
 
     async def _guarded(self, name: str, part: Callable[[], Awaitable[None]]) -> None:
-        # If a task fails, every pending and later call must raise instead of waiting forever.
+        # Pending and later calls must raise, not wait forever.
         try:
             await part()
         except Exception as error:
@@ -423,7 +408,7 @@ class TrainerLink:
 
     def _send_registrations(self, episodes: Iterable[NewEpisode]) -> None:
         chunk, size = list[NewEpisode](), 0
-        # A group stays in one message, so that the server never has a part of it.
+        # So the server never has part of a group.
         for _, members in itertools.groupby(episodes, key=attrgetter("group_id")):
             group = list(members)
             more = sum(len(each.payload) for each in group)
@@ -436,17 +421,17 @@ class TrainerLink:
             self._outbox.put(Register(episodes=chunk))
 
     def _on_unsendable(self, reason: str, detail: str, message: Tagged) -> None:
-        # Some call waits for an effect of this message, which will never be sent.
+        # Some call waits for an effect of this message, which will never come.
         logger.error("link.drop reason=%s detail=%s", reason, detail)
         if isinstance(message, Sampled | SampleProgress | Metrics):
-            return  # The server abandons a sample after its time limit.
+            return  # The server times out the sample.
         if not isinstance(message, Register):
             self._fail(LinkError(f"a message to the server cannot be sent: {detail}"))
             return
         first = message.episodes[0]
         registration = self._registering.get(first.episode_uuid)
         if registration is not None and not registration.confirmed.done():
-            # Only a group that is too large fails, and it has its own message.
+            # It has its own message.
             reason = f"the group {first.group_id!r} cannot be registered: {detail}"
             registration.confirmed.set_exception(LinkError(reason))
 
@@ -479,7 +464,7 @@ class TrainerLink:
                 self._fail(LinkError(f"the server refused this trainer: {message.reason}"))
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        # The server repeats outcomes, so this may be a repetition, or an earlier one may be missing.
+        # It may be a repetition, or an earlier one may be missing.
         position = self._hello.position
         if outcome.after <= position < outcome.number:
             self._inbox.append(outcome)
