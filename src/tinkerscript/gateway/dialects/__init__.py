@@ -1,7 +1,6 @@
-"""The table of wire formats of the gateway.
+"""The gateway's wire formats. To add one, write its `Dialect` and add it to `DIALECTS`.
 
-To add one, write its `Dialect` in a module and add it to `DIALECTS`. The routes, API documentation and
-error format follow.
+The routes, API documentation and error format follow.
 """
 
 from __future__ import annotations
@@ -37,4 +36,4 @@ REFUSAL_BODIES: Mapping[str, Callable[[int, str], dict[str, Any]]] = {
     "/v1/": OpenAIDialect.error_body,
     f"{AGENT_PREFIX}/v1/": OpenAIDialect.error_body,
 }
-"""Functions from HTTP status and reason to the body of a refusal, by path prefix, longest first."""
+"""From HTTP status and reason to a refusal's body, by path prefix, longest first."""
