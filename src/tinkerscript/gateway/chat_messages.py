@@ -1,16 +1,14 @@
 """The normalized form of messages, and the keys that compare them.
 
 A normalized message is a dictionary with `role`, `content` (always a string), and optionally `name`,
-`tool_call_id`, `reasoning_content` and `tool_calls` (OpenAI's form, arguments as a JSON string). Three
-more fields are never rendered: `id`, the call that sampled an assistant message, if the caller named
-it; `instructions`, true for a system message that applies to one request; and `is_error` of a tool
-result.
+`tool_call_id`, `reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more
+fields are never rendered: `id`, the call that sampled an assistant message, if the caller named it;
+`instructions`, true for a system message of one request; and `is_error` of a tool result.
 
 Two messages are the same if and only if their keys are equal:
 
 - None equals "", and text parts are concatenated.
-- White space around an assistant's message is ignored, because many programs strip it. Other messages
-  are compared exactly.
+- White space around an assistant's message is ignored, because many programs strip it.
 - Arguments of tool calls are compared as JSON values, with `{}` for an empty string and `1.0` equal to
   `1`. Text that is not JSON is compared as text.
 - Ids are ignored, but a tool result's position among the preceding calls counts.
@@ -29,8 +27,7 @@ import msgspec
 ChatMessage = dict[str, Any]
 
 
-Tool = dict[str, Any]
-"""A tool in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+Tool = dict[str, Any]  # OpenAI's: `{"type": "function", "function": {"name", "description", "parameters"}}`.
 
 
 _ORDERED = msgspec.json.Encoder(order="deterministic")
@@ -60,7 +57,7 @@ def text_size(messages: Iterable[ChatMessage]) -> int:
     size = 0
     for message in messages:
         size += len(message["content"] or "")
-        if len(message) > 2:  # Besides role and content.
+        if len(message) > 2:  # More than role and content.
             size += len(message.get("reasoning_content", ""))
             size += sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
     return size
@@ -78,18 +75,16 @@ def calls_key(message: Mapping[str, Any]) -> Hashable:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Return a message's reasoning, stripped for comparison."""
     return (message.get("reasoning_content") or "").strip()
 
 
 def given_ids(message: Mapping[str, Any]) -> list[str]:
-    """Return the ids of an assistant message and of its tool calls."""
     ids = [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
     return [message["id"], *ids] if message.get("id") else ids
 
 
 def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMessage]) -> list[ChatMessage]:
-    """Return `results` with the call ids of `reply`. The caller sent it back as `repeated` with other ids."""
+    """Give `results` the call ids of `reply`, which the caller sent back as `repeated` with other ids."""
     ours = [call["id"] for call in reply.get("tool_calls") or ()]
     positions = _call_positions(repeated)
     renamed = {id_: ours[position] for id_, position in positions.items() if ours[position] != id_}
@@ -104,7 +99,6 @@ def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMes
 
 
 def tools_key(tools: list[Tool]) -> bytes:
-    """Return the key of a request's tools: JSON with sorted keys."""
     return _ORDERED.encode(tools) if tools else b""
 
 

@@ -1,8 +1,8 @@
 """`Session` holds the conversations of one claim and makes their prompts.
 
-Invariant: a prompt that continues a call starts with that call's prompt and sampled ids, byte for byte.
-Every other prompt is a new root with a reason (`FORK_REASONS`). Calls of a claim may run concurrently,
-so work in threads only reads immutable data.
+Invariant: a prompt that continues a call starts with that call's prompt and sampled ids, byte for byte. Every
+other prompt is a new root with a reason (`FORK_REASONS`). Calls may run concurrently, so work in threads only
+reads immutable data.
 """
 
 from __future__ import annotations
@@ -45,23 +45,18 @@ _encode = msgspec.json.Encoder().encode
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_PROMPT = 8_192
-"""The size in bytes from which text or ids are processed in a thread: about 2,000 tokens, or a
-millisecond."""
+LONG_PROMPT = 8_192  # Bytes, about 2,000 tokens or a millisecond: from here on in a thread.
+LONG_HISTORY = 2**18  # Bytes of text from which it is compared with earlier calls in a thread.
 
-LONG_HISTORY = 2**18
-"""The size in bytes from which text is compared with earlier calls in a thread."""
-
-# Everything except encoding holds the GIL, so that more threads would delay the event loop.
+# Everything but encoding holds the GIL, so that more threads would delay the event loop.
 _THREADS = ThreadPoolExecutor(2, "long prompts")
 
 
 class ConversationRenderer(Protocol):
-    """Makes the ids of prompts. They are empty for a model with unknown ids."""
+    """Makes the ids of prompts, empty for a model with unknown ids."""
 
     tokenizer: LightTokenizer
-    max_context: int
-    """The maximum length of prompt and reply together, in tokens."""
+    max_context: int  # Tokens of prompt and reply together.
 
     @property
     def uses_template(self) -> bool: ...
@@ -95,9 +90,9 @@ class Session:
         return session
 
     def plan(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
-        """Find the call that `messages` continue, and make the prompt. The turn is in flight until `release`.
+        """Find the call that `messages` continue, and make the prompt, in flight until `release`.
 
-        Raises GatewayError 400 `context_length_exceeded` if the context has no room for a reply.
+        Raises GatewayError 400 `context_length_exceeded` if there is no room for a reply.
         """
         with self._placed(messages, tools, _keys_of(messages, tools)) as place:
             return self._started(self._turn(place, place.prompt(self._renderer)), "messages")
@@ -119,7 +114,7 @@ class Session:
             return self._started(turn, "messages") if starts else turn
 
     async def plan_ids(self, prompt: bytes) -> Turn:
-        """Like `plan`, for a prompt given as ids (int32)."""
+        """Like `plan`, for a prompt of int32 ids."""
         messages, texts = await in_thread_if(len(prompt) >= LONG_PROMPT, self._message_of, prompt)
         node = self._prompts.find(prompt)
         turn = Turn(
@@ -155,10 +150,9 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Label the turns of a request before they are recorded.
+        """Label a request's turns before they are recorded.
 
-        Of parallel requests only one is the first of the claim. Turns that had nothing to continue when
-        they were planned get their fork reason here.
+        Only now is it known which of parallel requests is the claim's first, and why others fork.
         """
         labelled: list[Turn] = []
         for turn in turns:
@@ -178,13 +172,12 @@ class Session:
         return reason or (NEW_CONVERSATION if self._recording else None)
 
     def release(self, turn: Turn) -> None:
-        """End the request of a planned turn."""
         self._recording = [each for each in self._recording if each.prompt is not turn.prompt]
         if turn.parent:
             turn.parent.pending -= 1
 
     async def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
-        """Return the length in tokens of the prompt that `plan` would make, without side effects."""
+        """Count the prompt's tokens like `plan`, without side effects."""
         return len((await self.plan_async(messages, tools, starts=False)).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
@@ -204,13 +197,13 @@ class Session:
         return messages
 
     def prompt_of(self, call_id: str) -> bytes:
-        """Return the whole prompt of a recorded call (int32). Raises KeyError."""
+        """Return a recorded call's whole prompt (int32). Raises KeyError."""
         node = self._recorded(call_id)
         stream = node.stream()
         return stream[: len(stream) - len(node.sampled)]
 
     def reply_of(self, call_id: str) -> ChatMessage:
-        """Return the message of a recorded call. Raises KeyError."""
+        """Raises KeyError."""
         return self._recorded(call_id).reply
 
     def add(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
@@ -293,12 +286,10 @@ class Session:
 
 
 class _Prompt(NamedTuple):
-    """The ids of a prompt (int32); with `extends`, only those after the call it continues."""
-
+    # int32 ids; with `extends`, only those after the call it continues.
     ids: bytes
     extends: bool
-    texts: tuple[str, str]
-    """The new messages and the tools as recorded JSON."""
+    texts: tuple[str, str]  # The new messages and the tools as recorded JSON.
 
 
 class _Keys(NamedTuple):
@@ -307,7 +298,7 @@ class _Keys(NamedTuple):
 
 
 class _Place:
-    """The place of messages in the tree of calls. It is immutable, so that threads may read it."""
+    """Where messages belong in the tree. Immutable, so that threads may read it."""
 
     def __init__(self, path: MessagePath, tools: list[Tool], node: Node | None) -> None:
         self.path = path
@@ -343,7 +334,6 @@ def _texts_of(messages: list[ChatMessage], tools: list[Tool]) -> tuple[str, str]
 
 
 async def in_thread_if(is_long: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work`, in a thread if `is_long` so that the event loop is not blocked."""
     if not is_long:
         return work(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(work, *args, **kwargs))
