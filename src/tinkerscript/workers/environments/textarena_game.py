@@ -3,7 +3,7 @@
 Invariant: a game is played to its end by the package's rules, and its reward counts.
 """
 
-# TextArena is not installed where types are checked.
+# Types are checked without TextArena.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ class TextArenaGame(Task):
         opponent: str = "",
         system_prompt: str = "",
     ) -> None:
-        """`size` and `held_out_size` are numbers of seeds. `opponent` is the role of the other seats;
-        `players` is 2 with an `opponent`, otherwise 1.
+        """`opponent` is the role of the other seats. `players` is 2 with an `opponent`, otherwise 1.
 
-        Raises ConfigError for a game that is unknown, cannot start with so many players, or needs a
-        download.
+        Raises ConfigError for a game that is unknown, cannot start with so many players, or needs a download.
         """
         self._game = game
         self._opponent = opponent
@@ -53,9 +51,7 @@ class TextArenaGame(Task):
         self._system = system_prompt
         try:
             self._started(seed)
-        except (
-            Exception
-        ) as error:  # Of many kinds: unknown ids, player counts, word lists that are not there.
+        except Exception as error:  # Unknown ids, player counts, missing word lists.
             raise ConfigError(
                 f"textarena:{game} cannot start with {self._players} players: {_first_line(error)}"
             ) from error
