@@ -25,17 +25,16 @@ __all__ = ["FEATURES", "DatasetRow", "inspect_dataset_to_hf"]
 
 class DatasetRow(TypedDict):
     prompt: list[MessageDict]
-    """The messages of the first model call: `role`, `content` (text), and `message` (the whole message as
-    JSON)."""
+    """The messages of the first model call: `role`, `content` (text), and `message` (all of it, as JSON)."""
 
     answer: str | None
     """The target, with several targets on separate lines, or None."""
 
     info: str
-    """JSON with the task's name and the whole sample. `conversion.sample_of_row` reads it."""
+    """JSON with the task's name and the whole sample, for `conversion.sample_of_row`."""
 
     id: str
-    """The sample's id as text. `info` keeps its type."""
+    """As text. `info` keeps its type."""
 
 
 FEATURES = Features(
@@ -56,10 +55,10 @@ def inspect_dataset_to_hf(
 ) -> Dataset:
     """Convert a task's samples to a dataset with the columns of `DatasetRow`.
 
-    Every sample's solver runs up to its first model call, in a thread with its own event loop; no other
-    eval may run in the process meanwhile. `additional_system_content` is appended to the system
-    message, or becomes one. Raises UnsupportedError for content other than text, reasoning and images,
-    TaskFailedError if a solver raises or first asks the model of a role, and RunnerError.
+    Every sample's solver runs up to its first model call, in a thread; no other eval may run in the process
+    meanwhile. `additional_system_content` is appended to the system message, or becomes one. Raises
+    UnsupportedError for content other than text, reasoning and images, TaskFailedError if a solver raises or
+    first asks the model of a role, and RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     samples = info.samples[:max_samples]

@@ -1,10 +1,9 @@
 """Tinker environments of Inspect tasks: `InspectEnv`, groups of them, and datasets of groups.
 
-An `InspectEnv` answers the model calls of a running episode one `step` at a time, while the solver runs
-unchanged. Invariants: each observation extends the previous one and its action unless `fork` says
-otherwise. A failure raises TaskFailedError and is never a reward of 0. `cleanup` ends what the trainer
-left unfinished. Group builders pickle small, and a dataset's batches depend only on its options, so
-that a resumed run gets the same ones.
+An `InspectEnv` answers a running episode's model calls one `step` at a time; the solver is unchanged.
+Invariants: each observation extends the previous one and its action unless `fork` says otherwise. A failure
+raises TaskFailedError and is never a reward of 0. `cleanup` ends what the trainer left unfinished. A
+dataset's batches depend only on its options, so that a resumed run gets the same ones.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ __all__ = ["EnvOptions", "EnvType", "InspectEnv", "InspectEnvGroupBuilder", "Ins
 logger = logging.getLogger(__name__)
 
 EnvType = Literal["single_turn", "multi_turn", "task"]
-"""`single_turn` is one action and its score, `multi_turn` an agent with bash, python and submit, `task`
-the task's solver. The last two end after `max_turns` actions."""
+"""`single_turn` is one action and its score, `multi_turn` an agent with bash, python and submit, `task` the
+task's solver."""
 
 # Other limits keep Inspect's names.
 _STOPS = {
@@ -86,15 +85,14 @@ class EnvOptions:
 
     env_type: EnvType = "single_turn"
     max_turns: int = 10
-    """The maximum number of actions unless `single_turn`. A further model call ends and scores the
-    episode."""
+    """Actions unless `single_turn`. A further model call ends and scores the episode."""
 
     scorer_weights: Mapping[str, float] | None = None
-    """The weight of each scorer by name, or None for equal weights."""
+    """By scorer name; None: equal weights."""
 
     runner: RunnerOptions = field(default_factory=RunnerOptions)
     applied: frozenset[str] = frozenset()
-    """Fields of `InspectEnv.generate_config` that the caller applies, which suppresses a warning."""
+    """Fields of `InspectEnv.generate_config` that the caller applies, so that there is no warning."""
 
     def __post_init__(self) -> None:
         if self.env_type not in get_args(EnvType):
@@ -107,10 +105,10 @@ class EnvOptions:
 class InspectEnv(Env):
     """One episode of one sample. It is used once and starts at `initial_observation`.
 
-    Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action.
-    Metrics of the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks),
-    `format_valid` (1 if every action ended properly and its tool calls parsed), and `action_unseen` (1
-    if a limit of the task ended the solver before it got the action).
+    Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action. Metrics of
+    the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks), `format_valid` (1
+    if every action ended properly and its tool calls parsed), and `action_unseen` (1 if a limit of the task
+    ended the solver before it got the action).
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class InspectEnv(Env):
         task: InspectTaskInfo | None = None,
     ) -> None:
         """`task` is required if the runner has several tasks, and `options.runner` if it has a task with
-        several options."""
+        several."""
         self._runner = runner
         self._task = task
         self._sample = sample
@@ -139,11 +137,9 @@ class InspectEnv(Env):
         self._rewarded = False
         self.outcome: EpisodeOutcome | None = None
         self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
-        """The messages of each prompt with the message of its action."""
+        """Each prompt's messages with its action's message."""
 
-        self.unapplied: set[str] = set()
-        """Sampling settings of the task that the trainer decides, as `name=value`."""
-
+        self.unapplied: set[str] = set()  # Settings that the trainer decides, as `name=value`.
         self.scored: EpisodeReward | None = None
         self.record: EvalSample | None = None
         """Inspect's record of the episode, even of a failed one, or None before its end."""
@@ -153,8 +149,8 @@ class InspectEnv(Env):
     ) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         """Start the episode. Returns the prompt of its first model call (token ids) and the stop condition.
 
-        A solver that ends without a model call is scored and reported as an episode without an action.
-        Raises TaskFailedError if the solver or a scorer raises, and RunnerError.
+        A solver that makes no model call is an episode without an action. Raises TaskFailedError if the
+        solver or a scorer raises, and RunnerError.
         """
         run = self._runner.run(
             self._sample,
@@ -195,9 +191,8 @@ class InspectEnv(Env):
     async def finish(self) -> tuple[float, Metrics]:
         """Score an episode that the trainer stopped early, ending its solver.
 
-        Returns the reward that no step has returned yet, and the metrics without `stop/`, which the
-        trainer reports. Raises TaskFailedError if the episode never started, or if the solver or a
-        scorer raises.
+        Returns the reward that no step has returned yet, and the metrics without `stop/`, which the trainer
+        reports. Raises TaskFailedError if the episode never started, or if the solver or a scorer raises.
         """
         if self._rewarded:
             return 0.0, {}
@@ -269,7 +264,7 @@ class InspectEnv(Env):
         return self._prompt.model_input, _stop_condition(self._renderer, self.generate_config)
 
     def _answer(self, call: PendingCall, action: list[int], *, truncated: bool) -> bool:
-        """Pass the action to the solver, and return whether the solver had already ended."""
+        """Return whether the solver had already ended."""
         parsed = self._parse(call.request, action)
         self._format_valid &= parsed.is_well_formed
         output = to_model_output(
@@ -306,7 +301,7 @@ class InspectEnv(Env):
 
 @dataclass
 class InspectEnvGroupBuilder(EnvGroupBuilder):
-    """Makes the group of one sample: `num_envs` episodes to compare. It is used once.
+    """Makes one sample's group: `num_envs` episodes to compare. It is used once.
 
     The process that unpickles it loads the task once.
     """
@@ -323,8 +318,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
         require_counts(num_envs_per_group=self.num_envs)
 
     async def make_envs(self) -> Sequence[Env]:
-        """Make `num_envs` environments without starting them. Waits while another event loop runs
-        episodes."""
+        """Make `num_envs` environments, unstarted. Waits while another event loop runs episodes."""
         if self._runner is None:
             self._runner = await shared_pool().acquire(self.task, self.options.runner)
         made = [
@@ -337,8 +331,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """Score episodes that the trainer stopped early. The others returned their reward in the last
-        step."""
+        """Score episodes that the trainer stopped early. The others returned their reward already."""
         envs = [env for env in env_group if isinstance(env, InspectEnv)]
         if len(envs) != len(trajectory_group):
             raise UnsupportedError(f"{len(trajectory_group)} trajectories, {len(envs)} Inspect environments")
@@ -361,7 +354,6 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
             logger.exception("the eval of the task %r did not close", self.task.name)
 
     def logging_tags(self) -> list[str]:
-        """Return the task's name without its package."""
         return [self.task.name.rpartition("/")[2]]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -386,8 +378,7 @@ class InspectRLDataset(RLDataset):
     ) -> None:
         """`builder` is the template of every group, and `batch_size` counts samples.
 
-        With `shuffle_seed=None` a seed is drawn, which the `shuffle_seed` property returns. Raises
-        EnvironmentConfigError for counts below 1.
+        With `shuffle_seed=None` a seed is drawn. Raises EnvironmentConfigError for counts below 1.
         """
         require_counts(batch_size=batch_size, num_epochs=num_epochs)
         self._builder = builder
@@ -412,7 +403,7 @@ class InspectRLDataset(RLDataset):
         return self._seed
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
-        """Make the group builders of one batch. Raises IndexError outside `0 <= index < len(self)`."""
+        """Raises IndexError outside `0 <= index < len(self)`."""
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of {len(self)}")
         start = index * self._batch_size
@@ -425,10 +416,10 @@ class InspectRLDataset(RLDataset):
     def split(
         self, test_samples: int, *, seed: int = 0, num_envs_per_group: int = 1
     ) -> tuple[InspectRLDataset, InspectRLDataset]:
-        """Split into train and test, where test is one epoch of `test_samples` samples drawn with `seed`.
+        """Split off a test set: one epoch of `test_samples` samples drawn with `seed`.
 
-        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError if either would
-        be empty.
+        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError if either would be
+        empty.
         """
         require_counts(test_samples=test_samples)
         if not test_samples < len(self._samples):

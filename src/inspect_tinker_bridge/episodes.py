@@ -1,7 +1,7 @@
 """Episodes inside an eval: their model calls, the policies that answer them, and their outcomes.
 
-Invariants: a model call belongs to exactly one episode, found through a context variable in the
-solver's context. A call without one comes from a scorer that grades with the policy. Every call that
+Invariants: a model call belongs to exactly one episode, found through a context variable in the solver's
+context. A call without one comes from a scorer that grades with the policy. Every call that
 `PendingCalls.generate` accepts is taken by `next_call`, or fails with the limit of `finish`.
 """
 
@@ -47,11 +47,8 @@ from inspect_tinker_bridge.errors import (
     SelfGradingError,
 )
 
-MODEL_NAME = "tinkerbridge/policy"
-"""The name of the trained model in Inspect's states and logs."""
-
-UNLIMITED = 1_000_000
-"""Disables Inspect's concurrency limits, because callers decide how many episodes run at once."""
+MODEL_NAME = "tinkerbridge/policy"  # The trained model in Inspect's states and logs.
+UNLIMITED = 1_000_000  # Callers decide how many episodes run at once.
 
 
 @dataclass(frozen=True)
@@ -60,15 +57,14 @@ class GenerateRequest:
     tools: list[ToolInfo]
     tool_choice: ToolChoice
     config: GenerateConfig
-    role: str = ""
-    """The role of the requested model, or empty for the policy."""
+    role: str = ""  # The requested role, or empty for the policy.
 
 
 class ChatPolicy(Protocol):
     """Answers the model calls of one episode. Calls overlap if the solver makes them concurrently.
 
-    A policy may have a method `count_text_tokens(text) -> int` for agents that count tokens. Without
-    one, three bytes of UTF-8 count as a token.
+    A policy may have a method `count_text_tokens(text) -> int` for agents that count tokens. Otherwise, three
+    bytes of UTF-8 count as a token.
     """
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
@@ -84,19 +80,18 @@ class ChatPolicy(Protocol):
 class EpisodeOutcome:
     sample_id: int | str
     scores: dict[str, Score]
-    """Scores by scorer name, which are empty if the solver or a scorer raised."""
+    """By scorer name; empty if the solver or a scorer raised."""
 
     error: str | None
     """The exception of the solver or a scorer, or None."""
 
     limit: str | None
-    """The type of the limit that ended the solver (`message`, `token`, `turn`, `time`, `custom`...), or
-    None."""
+    """The limit that ended the solver (`message`, `token`, `turn`, `time`, `custom`...), or None."""
 
     messages: list[ChatMessage]
     traceback: str = ""
     completion: str = ""
-    """The text of the output that was scored."""
+    """The text that was scored."""
 
     record: EvalSample | None = field(default=None, repr=False, compare=False)
 
@@ -119,19 +114,14 @@ class RunningEpisode:
     policy: ChatPolicy
     ended: asyncio.Future[EpisodeOutcome]
     calls: set[asyncio.Task[ModelOutput]] = field(default_factory=set["asyncio.Task[ModelOutput]"])
+    # The policy's last exception, raised to the caller if the episode ends with an error.
     failure: Exception | None = None
-    """The policy's last exception, which is raised to the caller if the episode ends with an error."""
-
-    scorer_error: Exception | None = None
-    """A scorer's exception, which Inspect drops if the trainer had stopped the episode."""
-
-    is_finishing: bool = False
-    """Whether the solver should end now, or before it begins."""
-
+    scorer_error: Exception | None = None  # Inspect drops it if the trainer had stopped the episode.
+    is_finishing: bool = False  # The solver should end now, or before it begins.
     self_graded: bool = False
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
+    # Receives Inspect's record of the episode, whatever its outcome.
     on_record: Callable[[EvalSample], None] = lambda record: None
-    """Receives Inspect's record of the episode, whatever its outcome."""
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         """Ask the policy. Raises EpisodeAbandonedError after the end of the episode."""
@@ -154,7 +144,6 @@ class RunningEpisode:
             self.calls.discard(call)
 
     def end(self, outcome: EpisodeOutcome) -> None:
-        """Deliver the outcome, unless the episode was abandoned."""
         if self.ended.done():
             return
         if outcome.record is not None:
@@ -234,14 +223,12 @@ class PendingCalls:
             waiter.cancel()
 
 
-Episodes = Mapping[int, RunningEpisode]
-"""Running episodes by Inspect's epoch number, which is unique."""
-
+Episodes = Mapping[int, RunningEpisode]  # By Inspect's epoch number, which is unique.
 _CURRENT: ContextVar[RunningEpisode | None] = ContextVar("inspect_tinker_bridge_episode", default=None)
 
 
 def current_policy() -> ChatPolicy:
-    """Return the policy of the calling solver's episode. Raises RunnerError outside of an episode."""
+    """Raises RunnerError outside of an episode."""
     episode = _CURRENT.get()
     if episode is None:
         raise RunnerError("no episode runs in this context")
@@ -284,8 +271,8 @@ def guarded(own: Solver) -> Solver:
 def reportable(error: BaseException) -> BaseException:
     """Return `error`, or a replacement that does not end the eval with all its episodes.
 
-    Inspect fails on errors that are not an Exception, and on messages that UTF-8 cannot encode, such as
-    text that a model wrote as JSON (`"\ud800"`).
+    Inspect fails on errors that are not an Exception, and on messages that UTF-8 cannot encode, such as JSON
+    text from a model (`"\ud800"`).
     """
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return error
@@ -357,8 +344,8 @@ def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str 
 class _UntimedModel(Model):
     """A model with calls that no GenerateConfig times out, retries or delays.
 
-    It overrides a protected method. The public API merges the configs of task, solver and call earlier,
-    and `attempt_timeout` would discard a finished reply.
+    It overrides a protected method, because the public API merges the configs of task, solver and call
+    earlier, and `attempt_timeout` would discard a finished reply.
     """
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
@@ -379,10 +366,7 @@ _CONNECTION_FIELDS = (
 
 
 class TuningLeftOut(Model):
-    """A model that drops the fields of `conversation.unapplied` from every GenerateConfig.
-
-    Inspect's providers would send them to a server that refuses them.
-    """
+    """Drops `conversation.unapplied` fields, which servers would refuse, from every GenerateConfig."""
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
         return super()._resolve_config(config).model_copy(update=dict.fromkeys(LEFT_OUT))
@@ -406,7 +390,7 @@ def _price_policy() -> None:
 
 
 def estimated_tokens(text: str) -> int:
-    """Estimate the number of tokens without a tokenizer, rather too high."""
+    # Rather too high.
     return max(1, len(text.encode(errors="replace")) // 3)
 
 
@@ -416,14 +400,13 @@ class _PolicyAPI(ModelAPI):
         self.episodes: Episodes = {}
         self.allow_self_grading = False
         self.role = ""
-        self.instead_of: str | None = None
-        """The role that this model replaces. It then refuses every call."""
+        self.instead_of: str | None = None  # It replaces this role, and refuses every call.
 
     def max_connections(self) -> int:
         return UNLIMITED
 
     def canonical_name(self) -> str:
-        """The name under which Inspect looks up prices and context lengths."""
+        # Inspect looks up prices and context lengths by it.
         return MODEL_NAME
 
     def should_retry(self, ex: BaseException) -> bool:

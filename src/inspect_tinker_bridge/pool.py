@@ -1,8 +1,8 @@
 """The `TaskRunner` that the environments of a process share.
 
-Invariants: a runner is only open while it has a holder, so that other evals can run in between. Tasks
-join the open runner, so that groups of different tasks run concurrently. Event loops in different
-threads take turns in the order of their requests, because Inspect runs one eval per process.
+Invariants: a runner is only open while it has a holder, so that other evals can run in between. Tasks join
+the open runner and run concurrently. Event loops in different threads take turns in the order of their
+requests, because Inspect runs one eval per process.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class RunnerPool:
             return self._runner
 
     async def release(self) -> None:
-        """Give the runner back. The last holder closes it."""
         self._holders -= 1
         if self._holders > 0 or self._runner is None:
             return

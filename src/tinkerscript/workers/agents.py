@@ -303,7 +303,7 @@ AGENTS: Mapping[str, CodingAgent] = {
         _codex_config,
         _codex_answer,
     ),
-    "mini-swe-agent": CodingAgent(  # It ends with the output of a command, without an answer.
+    "mini-swe-agent": CodingAgent(  # Its output ends without an answer.
         "mini",
         lambda job: [
             *("--yolo", "--exit-immediately", "--model", f"openai/{POLICY}"),

@@ -82,7 +82,7 @@ class EpisodeModel:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The run's roles: valid names for `role`."""
+        """Valid names for `role`."""
         return self.claim.roles if self.claim else ()
 
     @property
@@ -211,7 +211,7 @@ _INSPECT_FACTORY = "tinkerscript.workers.inspect_task:InspectTask"
 
 
 def kind_of(name: str) -> str:
-    """Return a task's kind: in `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
+    """Return one of `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
     prefix, colon, rest = name.partition(":")
     if re.fullmatch(r".+\.py:\w+", name):
         return OWN

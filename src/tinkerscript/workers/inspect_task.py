@@ -125,7 +125,6 @@ class _SharedEval:
     async def run(
         self, task: InspectTask, policy: GatewayPolicy, on_record: Callable[[EvalSample], None]
     ) -> EpisodeOutcome:
-        """Run the policy's sample. The roles of the run are models in Inspect."""
         runner = await self.runner()
         options = replace(task.options, policy_roles=policy.model.roles)
         await runner.add(task.info, options)
