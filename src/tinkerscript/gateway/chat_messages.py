@@ -1,16 +1,16 @@
 """The normalized form of messages, and the keys that compare them.
 
 A normalized message is a dictionary with `role`, `content` (always a string), and optionally `name`,
-`tool_call_id`, `reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more
-fields are never rendered: `id`, the call that sampled an assistant message, if the caller named it;
-`instructions`, true for a system message of one request; and `is_error` of a tool result.
+`tool_call_id`, `reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are
+never rendered: `id`, the call that sampled an assistant message; `instructions`, true for a system message of
+one request; and `is_error` of a tool result.
 
 Two messages are the same if and only if their keys are equal:
 
 - None equals "", and text parts are concatenated.
 - White space around an assistant's message is ignored, because many programs strip it.
-- Arguments of tool calls are compared as JSON values, with `{}` for an empty string and `1.0` equal to
-  `1`. Text that is not JSON is compared as text.
+- Arguments of tool calls are compared as JSON values, with `{}` for an empty string. Text that is not JSON
+  is compared as text.
 - Ids are ignored, but a tool result's position among the preceding calls counts.
 - Reasoning is ignored; `conversation.tree` compares it if it was sent back.
 """
@@ -33,7 +33,7 @@ Tool = dict[str, Any]  # OpenAI's: `{"type": "function", "function": {"name", "d
 _ORDERED = msgspec.json.Encoder(order="deterministic")
 
 
-# Canonical arguments up to this length are cached, because every later turn repeats them.
+# Longer arguments are not cached.
 _SHORT_TEXT = 4096
 
 
@@ -41,7 +41,6 @@ _SHORT_TEXTS = 1024
 
 
 def message_keys(messages: Iterable[ChatMessage], before: ChatMessage | None = None) -> Iterator[Hashable]:
-    """Yield the key of each message, given the assistant message `before` the first."""
     positions = _call_positions(before) if before else {}
     for message in messages:
         role = message["role"]
@@ -84,7 +83,7 @@ def given_ids(message: Mapping[str, Any]) -> list[str]:
 
 
 def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMessage]) -> list[ChatMessage]:
-    """Give `results` the call ids of `reply`, which the caller sent back as `repeated` with other ids."""
+    """The caller sent `reply` back as `repeated`, with other ids."""
     ours = [call["id"] for call in reply.get("tool_calls") or ()]
     positions = _call_positions(repeated)
     renamed = {id_: ours[position] for id_, position in positions.items() if ours[position] != id_}
@@ -128,7 +127,7 @@ def joined_parts(parts: Sequence[str]) -> str:
 
 
 def is_expressible(name: object, arguments: object) -> bool:
-    """Return whether OpenAI's form can express a call: a name and a JSON object of arguments."""
+    """Return whether OpenAI's form can express a call: a name and a JSON object."""
     if not isinstance(name, str) or not name or not is_encodable(name) or not isinstance(arguments, dict):
         return False
     try:
@@ -139,12 +138,12 @@ def is_expressible(name: object, arguments: object) -> bool:
 
 
 def is_encodable(text: str) -> bool:
-    """Return whether `text` has no lone surrogates, which JSON escapes can produce."""
+    """JSON escapes can produce lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Append `messages` to `history`, without the instructions of earlier requests."""
+    """Drop the instructions of earlier requests."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]

@@ -1,7 +1,7 @@
 """`ChatTemplate` renders a model's Jinja chat template as transformers does, without importing it.
 
 Templates differ in the messages they accept: arguments as an object or as JSON text, missing content as "" or
-None, tool call ids of nine characters. Rendering a probe with a tool call shows which. The environment copies
+None, tool call ids of nine characters. Rendering a probe shows which. The environment copies
 `transformers.utils.chat_template_utils` (5.5), and a test compares the two.
 """
 
@@ -70,6 +70,7 @@ PROBE_CALL: list[ChatMessage] = [
 ]
 
 
+# For templates without tools, in the wording of Qwen and Hermes.
 TOOLS_IN_PROMPT = """\
 # Tools
 
@@ -84,13 +85,10 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""  # noqa: E501
-"""The declaration of tools for templates without one, in the wording of Qwen and Hermes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """The form in which a template expects messages with tool calls."""
-
     empty_content: str | None = ""  # Of a message with only tool calls.
     parsed_arguments: bool = True  # As an object rather than JSON text.
     short_ids: bool = False  # Nine letters or digits (Mistral).
@@ -129,8 +127,8 @@ class ChatTemplate:
     ) -> None:
         """`templates` maps names to sources: `default`, and `tool_use` if requests with tools have another.
 
-        `origin` names the file in errors, and `clock` gives the time that templates may write. Raises
-        ConfigError if a template does not compile, `default` is missing, or one of `kwargs` is not used.
+        Raises ConfigError if a template does not compile, `default` is missing, or one of `kwargs` is not
+        used.
         """
         if "default" not in templates:
             names = ", ".join(sorted(templates))
@@ -149,7 +147,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:
-        """Read the template of a model folder, if it has one. Raises ConfigError."""
+        """Raises ConfigError."""
         templates = _templates_of(folder)
         return cls(templates, _tokens_of(folder), origin=str(folder), kwargs=kwargs) if templates else None
 
@@ -161,7 +159,7 @@ class ChatTemplate:
         generation: bool,
         now: datetime | None = None,
     ) -> str:
-        """Render the conversation; `generation` adds the header of the assistant's next reply.
+        """`generation` adds the header of the assistant's next reply.
 
         Raises GatewayError 400 for messages that the template refuses.
         """
@@ -196,7 +194,7 @@ class ChatTemplate:
         )
 
     def _find_form(self) -> MessageForm:
-        """Find the first form in which the template writes a tool call and its result, or a textual form."""
+        """Find the first form in which the template writes a tool call and its result."""
         if self._writes_tools():
             for content, parsed, short in product(("", None), (True, False), (False, True)):
                 form = MessageForm(content, parsed, short)
@@ -229,11 +227,7 @@ _REFUSALS = (
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
-    """Rewrite a conversation for a template without tools.
-
-    The first message of `role` declares the tools. Calls become the assistant's text, and a turn's results
-    one text of the user.
-    """
+    """Rewrite a conversation for a template without tools, with declarations in the first message of `role`."""
     written: list[ChatMessage] = []
     for number, message in enumerate(messages):
         text = message.get("content") or ""
@@ -266,7 +260,7 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Return a model folder's template files by name, with `kwargs` as defaults; empty without `kwargs`.
+    """Return the template files by name, with `kwargs` as defaults; empty without `kwargs`.
 
     A checkpoint with these files prompts as in training wherever it is served.
     """

@@ -1,6 +1,6 @@
 """`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls.
 
-`testing.MemoryClaimBook` is a fake. Invariant: a call is only recorded for a claim that holds its lease.
+Invariant: a call is only recorded for a claim that holds its lease.
 """
 
 from __future__ import annotations
@@ -19,24 +19,21 @@ class OpenClaim:
     episode_uuid: str
     attempt: int
     policy_version: int  # At the time of the claim.
+    # Calls may extend any earlier one. Outside episodes they extend only calls given to `keep`.
     continues: bool = True
-    """Whether calls may extend any earlier one. Outside episodes they extend only calls given to `keep`."""
 
 
 class ClaimBook(ABC):
     @abstractmethod
     async def open(self, key: str) -> OpenClaim:
-        """Return the claim of `key` and renew its lease.
-
-        Raises GatewayError 401 `invalid_api_key` for an unknown key, and 409 `claim_lost` for a lost lease.
-        """
+        """Renew the lease. Raises GatewayError 401 `invalid_api_key`, or 409 `claim_lost`."""
 
     async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
         """Reserve the claim's limits before sampling. The lease does not expire until `end`.
 
-        `num_bytes` is the record's size without the samples. Returns the granted tokens per sample, at most
-        `max_tokens`. Raises GatewayError 409 `claim_lost`, 403 `claim_limit_exceeded` if the claim has used
-        up its calls, tokens or bytes, and 429 if calls in flight may use them up.
+        `num_bytes` is the record's size without the samples. Returns the granted tokens per sample. Raises
+        GatewayError 409 `claim_lost`, 403 `claim_limit_exceeded` if the claim has used up its calls, tokens
+        or bytes, and 429 if calls in flight may use them up.
         """
         return max_tokens
 
@@ -53,7 +50,7 @@ class ClaimBook(ABC):
         """
 
     def keep(self, claim: OpenClaim, calls: Sequence[Call]) -> None:  # noqa: B027
-        """Let later requests name these recorded calls. A claim that continues keeps all its calls anyway."""
+        """Let later requests name these recorded calls."""
 
     def kept(self, claim: OpenClaim, call_id: str) -> list[Call]:
         """Return a call given to `keep` and the calls it extends, oldest first; empty if it is gone."""
@@ -61,7 +58,4 @@ class ClaimBook(ABC):
 
     @abstractmethod
     async def calls(self, claim: OpenClaim) -> list[Call]:
-        """Return this claim's recorded calls, oldest first, to restore its session after a restart.
-
-        Raises GatewayError 409 `claim_lost`.
-        """
+        """Return this claim's recorded calls, oldest first. Raises GatewayError 409 `claim_lost`."""

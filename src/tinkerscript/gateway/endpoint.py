@@ -1,7 +1,6 @@
 """`Gateway` routes requests in every wire format to the model that they name.
 
-Invariant: a request reaches a role only under the role's exact name; every other name is the policy's or
-unknown.
+Invariant: a request reaches a role only under the role's exact name.
 """
 
 from __future__ import annotations
@@ -147,9 +146,9 @@ def create_gateway(
     """Create the gateway for the model in `model_folder`, which replies call `model_name`.
 
     `accepted_names`: more names for the policy; with none and no roles, any name is accepted. `outside`:
-    servers by role. `sampled`: chat formats of the roles that `sampler` serves. `frozen`: roles that do not
-    train and so follow the program's sampling parameters. Raises ConfigError for an unusable model folder, or
-    a role with one of the policy's names.
+    servers by role. `sampled`: chat formats of the roles that `sampler` serves. `frozen`: roles that follow
+    the program's sampling parameters. Raises ConfigError for an unusable model folder, or a role with one of
+    the policy's names.
     """
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))
     renderer = ChatRenderer(model_folder, chat_template_kwargs)
@@ -188,7 +187,7 @@ def gateway_of(
     sampler: Sampler,
     outside: Mapping[str, OutsideServer] | None = None,
 ) -> Gateway:
-    """Create the gateway for a run's models. Raises ConfigError."""
+    """Raises ConfigError."""
     folder = model_folder(config.engine.model)
     return create_gateway(
         claims=claims,

@@ -3,14 +3,13 @@
 A request is a repetition in two cases; otherwise it is sampled:
 
 1. It has an earlier one's `Idempotency-Key`. While that is in flight, others wait; if it fails, one of
-   the others takes its place. The recorded reply is repeated even after a restart, because calls store
-   the key. The key with another body is refused with 422.
+   the others takes its place. The recorded reply is repeated even after a restart. The key with another
+   body is refused with 422.
 2. It is marked as a retry (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients)
    and has the body of a request that was recorded after its client had disconnected, or is being
    recorded. Each original serves one retry, and none after a restart.
 
-A client that disconnects during sampling stops it, so that its retry is sampled. So is a reply that cannot be
-reproduced (`recorded_completion`). Memory is bounded per claim.
+A client that disconnects during sampling stops it, so that its retry is sampled.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class RequestFingerprint(msgspec.Struct, frozen=True):
 class Attempt:
     fingerprint: RequestFingerprint
     call_id: str | None = None  # The first choice's, after all choices are recorded.
-    is_recording: bool = False  # The sample is complete, and is recorded even if the client disconnects.
+    is_recording: bool = False  # Recorded even if the client disconnects.
     delivered: bool = False  # The client was still connected.
     done: asyncio.Event = field(default_factory=asyncio.Event)  # Set even by an error.
 
@@ -58,7 +57,7 @@ class IdempotencyCache:
         self._in_flight: dict[str, Attempt] = {}
         self._keyless: list[Attempt] = []
 
-        # By idempotency key: the request's digest and the first choice's call id.
+        # By key: the request's digest and the first choice's call id.
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._undelivered: OrderedDict[str, str] = OrderedDict()
 
@@ -67,7 +66,7 @@ class IdempotencyCache:
                 self._remember(call.idempotency_key, call.request_digest, first_id(call.call_id))
 
     def in_flight(self, fingerprint: RequestFingerprint) -> Attempt | None:
-        """Return the attempt to wait for. Raises GatewayError 422 for a reused key."""
+        """Raises GatewayError 422 for a reused key."""
         if not fingerprint.key:
             return next((each for each in self._keyless if _is_being_recorded(each, fingerprint)), None)
         attempt = self._in_flight.get(fingerprint.key)
@@ -76,7 +75,7 @@ class IdempotencyCache:
         return attempt
 
     def take(self, fingerprint: RequestFingerprint) -> str | None:
-        """Return the first call id of the recorded request that this one repeats, if any.
+        """Return the first call id of the recorded request that this one repeats.
 
         An undelivered reply is returned only once. Raises GatewayError 422 for a reused key.
         """
@@ -146,7 +145,7 @@ def first_id(call_id: str) -> str:
 
 
 def fingerprint_of(headers: Mapping[str, str], path: str, body: bytes) -> RequestFingerprint:
-    """Raises GatewayError 400 for a key that is too long."""
+    """Raises GatewayError 400 for a long key."""
     key = headers.get("idempotency-key", "").strip()
     IDEMPOTENCY_KEY.check(len(key))
     count = headers.get("x-stainless-retry-count", "").strip()

@@ -1,7 +1,6 @@
 """`NamedModel` answers the calls of one model: the policy, or a role of the run.
 
-Invariant: a reply is sent only after its calls are recorded, and a request that repeats a recorded one gets
-the recorded reply.
+Invariant: a reply is sent only after its calls are recorded, and repeating its request repeats the reply.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class ClaimState:
 
     @contextmanager
     def answering(self) -> Generator[None]:
-        """Count a call as in flight, and as failed if it raises.
-
-        Raises GatewayError 403 after too many failed calls, and 429 for too many at once.
-        """
+        """Raises GatewayError 403 after too many failed calls, and 429 for too many at once."""
         if self.failed >= FAILED_CALLS.limit:
             raise FAILED_CALLS.refusal(self.failed + 1)
         CALLS_AT_ONCE.check(self.in_flight + 1)
@@ -122,7 +118,7 @@ class NamedModel(ABC):
                 self._handlers[route_of(dialect, counts=True)] = (self._count, dialect)
 
     async def handle(self, path: str, caller: Caller, body: bytes) -> None:
-        """Answer a request to the route `path`. Errors become replies in its dialect."""
+        """Answer a request. Errors become replies in its dialect."""
         handler, dialect = self._handlers[path]
         try:
             await handler(dialect, caller, body)
@@ -172,9 +168,8 @@ class NamedModel(ABC):
             await caller.send_events(live.failure(error), last=True)
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
-        # Each step yields to the event loop, so that requests that arrive together run the same step one
-        # after another. Its code stays in the processor's caches, which saves a fifth of the time per
-        # request.
+        # Each step yields to the event loop, so that simultaneous requests run the same step one after
+        # another. Its code stays in the processor's caches, which saves a fifth of the time.
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():

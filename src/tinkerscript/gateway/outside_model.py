@@ -1,8 +1,7 @@
 """`OutsideModel` answers the calls of a role from an outside server.
 
-Only text is known, so calls are recorded without ids and never train. Invariants: every answer is recorded
-and counts toward the claim's limits, even if its caller has disconnected; request fields that need token ids
-are refused.
+Only text is known, so calls never train, and request fields that need token ids are refused. Invariant: every
+answer is recorded and counts toward the claim's limits, even if its caller has disconnected.
 """
 
 from __future__ import annotations
@@ -42,13 +41,11 @@ logger = logging.getLogger(__name__)
 
 
 class TextOnly:
-    """A renderer without ids, because an outside model's tokenizer is unknown."""
-
     uses_template = False
     max_context = 2**31
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
-        # The policy's, which the dialects require. No request to this model uses it.
+        # The dialects require one, but no request uses it.
         self.tokenizer = tokenizer
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
@@ -183,10 +180,7 @@ class OutsideModel(NamedModel):
 
 
 def request_of(call: ModelCall) -> dict[str, Any]:
-    """Return a chat request for `call`, without model and length.
-
-    Raises GatewayError 400 for a choice of tools that the format cannot express.
-    """
+    """Raises GatewayError 400 for a choice of tools that the format cannot express."""
     request: dict[str, Any] = {"messages": [_sent(message) for message in call.messages]}
     if call.tools:
         request |= {"tools": call.tools, "tool_choice": _tool_choice(call)}

@@ -1,7 +1,6 @@
 """`OutsideServer` requests chat completions from a role's OpenAI-compatible server.
 
-Invariants: the key is only sent to this server, in the `Authorization` header; at most `IN_FLIGHT` requests
-are open; redirects are not followed.
+Invariants: only this server gets the key; at most `IN_FLIGHT` requests are open; redirects are not followed.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
@@ -70,7 +69,7 @@ _READ_BODY = msgspec.json.Decoder(_Body).decode
 
 
 class OutsideServer:
-    """A role's server. It only raises GatewayError, which contains the role but not the address."""
+    """It only raises GatewayError, which contains the role but not the address."""
 
     def __init__(
         self,
@@ -101,11 +100,8 @@ class OutsideServer:
         max_tokens: int,
         report: Callable[[str, str], None] | None = None,
     ) -> OutsideReply:
-        """Send a chat request. `report` gets new reasoning and text as they arrive.
-
-        Raises GatewayError 400 if the server refuses, 503 if a retry may help, 504 after the timeout, and 502
-        for a malformed reply.
-        """
+        """Raises GatewayError 400 if the server refuses, 503 if a retry may help, 504 after the timeout, and
+        502 for a malformed reply."""
         body: dict[str, Any] = {"model": self._model, **request}
         if report:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -159,7 +155,7 @@ class _Reading:
                 self._take(new)
 
     def result(self) -> OutsideReply:
-        """Raises ValueError if the reply has not ended or a tool call has no name."""
+        """Raises ValueError for an incomplete reply."""
         if not self._finish:
             raise ValueError("its choice is missing or cut off")
         message: ChatMessage = {"role": "assistant", "content": self._content}

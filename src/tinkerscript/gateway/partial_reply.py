@@ -1,7 +1,7 @@
 """`PartialReply` reads the text of a reply while its ids are still being sampled.
 
-Invariant: the text returned so far is a prefix of what `ChatRenderer.parse` or `text` returns for all ids.
-Where that is uncertain, as in a possibly malformed tool call, it waits. Time is linear in the ids.
+Invariant: its text is a prefix of what `ChatRenderer.parse` or `text` returns for all ids. Where that is
+uncertain, as in a possibly malformed tool call, it waits. Time is linear in the ids.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class PartialReply:
         cut_at: Sequence[str] = (),
         plain: bool = False,
     ) -> None:
-        """`tool_calls` and `cut_at` are as in `ParseOptions`. With `plain` all text is content; without it
-        and without a `reply_format`, no text is returned."""
+        """With `plain` all text is content; without it and without a `reply_format`, no text is returned."""
         self._token_bytes = token_bytes
         self._format = reply_format or ReplyFormat()
         calls = self._format.calls if tool_calls and not plain else None
@@ -52,7 +51,7 @@ class PartialReply:
         self._text = ""
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:
-        """Return the new reasoning and content that can no longer change."""
+        """Return the new reasoning and content."""
         reasoning, content = list[str](), list[str]()
         for token in ids:
             if self._state is _State.UNDECIDED:
@@ -107,7 +106,6 @@ class PartialReply:
             self._state = _State.UNDECIDED
 
     def _taken(self, markers: Sequence[str]) -> tuple[str, str]:
-        """Return the text before the first marker, or a possible start of one, and that marker or ""."""
         found = min(
             ((at, marker) for marker in markers if (at := self._text.find(marker)) >= 0), default=None
         )
@@ -122,10 +120,7 @@ def _started(text: str, markers: Sequence[str]) -> int:
 
 
 class _StablePrefix:
-    """The stable prefix of a text that will be cut at stop strings and then stripped.
-
-    The white space around it can match stop strings.
-    """
+    """Holds back white space that will be stripped and text that may begin a stop string."""
 
     def __init__(self, cut_at: Sequence[str], *, strip: bool = True) -> None:
         self._cut_at = cut_at

@@ -50,9 +50,9 @@ from tinkerscript.tokenizer import (
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 
+# Characters. Longer texts are encoded after rendering; renderers search shorter ones for ids.
 LONG_TEXT = 100
-"""Characters from which a text is encoded after rendering. Renderers search shorter ones for ids."""
-
+# Two renderers that agree on these write the same chat format.
 PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [
     (PROBE_CALL[:1], []),
     ([{"role": "system", "content": "probe_system"}, *PROBE_CALL[:1]], []),
@@ -60,13 +60,10 @@ PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [
     ([{"role": "system", "content": "probe_system"}, *PROBE_CALL[:1]], [PROBE_TOOL]),
     (PROBE_CALL, [PROBE_TOOL]),
 ]
-"""Conversations for checking whether two renderers write the same chat format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The ids around reasoning and tool calls in Qwen3's format."""
-
     think: int
     think_end: int
     tool_call: int
@@ -78,10 +75,8 @@ class _Unencoded(int):
 
 
 class _DeferringTokenizer:
-    """Leaves long texts unencoded until `encoded` fills them in.
-
-    Renderers attribute every id to a message, which takes a fifth of a long prompt's time and is not needed.
-    """
+    """Leaves long texts for `encoded`, because renderers attribute every id to a message: a fifth of the
+    time."""
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -97,7 +92,6 @@ class _DeferringTokenizer:
         return [unencoded]
 
     def encoded(self, ids: list[int]) -> list[int]:
-        """Replace every placeholder in `ids` by the ids of its text."""
         found: list[int] = []
         start = 0
         for _ in range(ids.count(-1)):
@@ -118,11 +112,11 @@ class ChatRenderer:
     """Renders, extends and parses the conversations of one model.
 
     It uses the model's renderer from the `renderers` library if that writes the same prompts as the chat
-    template, or if there is no template. Otherwise it uses the template.
+    template, otherwise the template.
     """
 
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`template_kwargs` go to the chat template and determine the prompts.
+        """`template_kwargs` go to the chat template.
 
         Raises ConfigError for an unreadable folder, a model with neither renderer nor chat template, or a
         template without one of the arguments.
@@ -156,10 +150,7 @@ class ChatRenderer:
         return self._template
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
-        """Return the prompt ids [P], with the header of the assistant's next message.
-
-        Raises GatewayError 400 for messages or tools that the chat format cannot express.
-        """
+        """Return the prompt ids [P]. Raises GatewayError 400 for what the chat format cannot express."""
         given, specs = self._marked(messages, tools)
         unmarked = given is messages and specs is tools
         if self._renderer is None:
@@ -178,10 +169,10 @@ class ChatRenderer:
         tools: list[Tool],
         history: Callable[[], list[ChatMessage]],
     ) -> list[int] | None:
-        """Return the ids to append to `tail + sampled` so that the assistant replies to `messages` next.
+        """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`.
 
-        `tail` is only the last turn's prompt, so that the cost does not grow with the turns. `history`
-        returns the whole conversation, for chat templates. Returns None if the chat format cannot continue.
+        `tail` is only the last turn's prompt, so that the cost does not grow with the turns; chat templates
+        need the whole `history`. Returns None if the chat format cannot continue.
         """
         if self._renderer is None:
             conversation = history()
@@ -201,7 +192,7 @@ class ChatRenderer:
     def reply_ids(self, messages: list[ChatMessage], reply: ChatMessage, tools: list[Tool]) -> list[int]:
         """Return the ids [R] of `reply` after the prompt for `messages`, with the end of the turn.
 
-        Raises GatewayError 400 if the chat format writes it differently from what it prompts for.
+        Raises GatewayError 400 if the chat format writes it differently.
         """
         every = [*messages, reply]
         marked, specs = self._marked(every, tools)
@@ -267,7 +258,7 @@ class ChatRenderer:
         return _message(content, parsed.reasoning_content or "", named, options.cut_at)
 
     def partial(self, options: ParseOptions) -> PartialReply:
-        """Return a reader for an incomplete reply, with text that is a prefix of what `parse` returns."""
+        """Return a reader for an incomplete reply."""
         return PartialReply(
             self.tokenizer.token_bytes,
             self.reply_format,
@@ -342,7 +333,7 @@ def _candidates(
     folder: Path, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[RendererConfig, str | None]]:
     config = config_of(folder)
-    # thinking_retention="all" keeps reasoning in the history, so that each turn extends the last one.
+    # So that each turn extends the last one.
     if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:
         for thinks in (True, False):
             yield Qwen3RendererConfig(thinking_retention="all", enable_thinking=thinks), None
@@ -359,10 +350,7 @@ def _writes_history_alike(config: RendererConfig) -> bool:
 def _fits(
     renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
 ) -> bool:
-    """Return whether renderer and template write the same ids for the probe conversations.
-
-    Those that the template refuses are skipped, and without `has_history` those with assistant messages.
-    """
+    """Return whether both write the same ids for the probe conversations that the template accepts."""
     for messages, tools in PROBE_CONVERSATIONS:
         if not has_history and any(message["role"] == "assistant" for message in messages):
             continue

@@ -1,6 +1,5 @@
 """The formats of reasoning and tool calls by model family, and the parser of a reply's text.
 
-Replies are read by their text, as inference servers do: a model that spells out `<tool_call>` calls a tool.
 Invariant: everything but reasoning and complete calls that OpenAI's form can express stays content.
 """
 
@@ -50,7 +49,7 @@ class ReadReply:
 class CallFormat:
     name: str
     openers: tuple[str, ...]
-    # Yields the complete calls in a text, given the tools' schemas by name.
+    # Yields the complete calls in a text, given the tools' schemas.
     blocks: Callable[[str, Mapping[str, Any]], Iterator[Block]]
     bare: str = ""  # Characters that start a call without an opener.
 
@@ -61,7 +60,7 @@ class ReplyFormat:
     prefilled: bool = False  # The prompt ends inside reasoning.
     calls: CallFormat | None = None  # None if unknown, so that calls stay text.
     harmony: bool = False  # Messages on channels (gpt-oss).
-    # The chat template can only write one call, so that a reply with several stays text.
+    # The chat template cannot write several calls, so that they stay text.
     one_call: bool = False
 
     @property
@@ -104,11 +103,7 @@ class ReplyFormat:
 
 
 def reply_format(written_call: str, prompt: str, *, source: str, one_call: bool = False) -> ReplyFormat:
-    """Return the format of a chat template.
-
-    `written_call` is its text for a call of PROBE_TOOL, `prompt` any prompt, `source` the template, and
-    `one_call` says that it cannot write two calls.
-    """
+    """`written_call` is the template's text for a call of PROBE_TOOL, and `prompt` any prompt."""
     if "<|channel|>" in source and "<|message|>" in source:
         return ReplyFormat(harmony=True)
     thinking = next((pair for pair in THINKING if pair[1] in source), THINKING[0])
@@ -199,7 +194,7 @@ def _typed(text: str, declared: Any) -> Any:
 
 
 def _whole_json(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
-    """One JSON call, or several separated by `;`, as the whole reply or after `<|python_tag|>` (Llama 3)."""
+    """JSON calls separated by `;`, as the whole reply or after `<|python_tag|>` (Llama 3)."""
     start = max(text.find("<|python_tag|>"), 0)
     position = start + len("<|python_tag|>") if text.startswith("<|python_tag|>", start) else start
     calls: list[NamedCall] = []
@@ -214,7 +209,7 @@ def _whole_json(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _llama_call(value: Any) -> NamedCall | None:
-    # An object with a `name` but no parameters is an ordinary answer.
+    # Without parameters it is an ordinary answer.
     return _named_call(value) if isinstance(value, dict) and {"parameters", "arguments"} & {*value} else None
 
 
@@ -249,7 +244,7 @@ _DEEPSEEK_CALL = re.compile(
 
 
 def _deepseek(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
-    """Calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>` (DeepSeek V3, R1 and V3.1)."""
+    """Between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>` (DeepSeek V3, R1 and V3.1)."""
     opener, closer = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     position = 0
     while (start := text.find(opener, position)) >= 0:
@@ -297,7 +292,7 @@ _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 
 
 def _harmony(text: str, *, tool_calls: bool) -> ReadReply:
-    """Messages on channels: `analysis` is reasoning, messages to functions are calls, the rest is content.
+    """Messages on channels: `analysis` is reasoning, messages to functions are calls.
 
     Source: https://cookbook.openai.com/articles/openai-harmony
     """

@@ -1,7 +1,6 @@
 """`SampledModel` answers calls by sampling, and records every call as token ids.
 
-Invariants: a failed or abandoned request records nothing. A completion is made after its calls are recorded,
-and the record reproduces it.
+Invariants: a failed or abandoned request records nothing. The record reproduces its completion.
 """
 
 from __future__ import annotations
@@ -183,7 +182,7 @@ class SampledModel(NamedModel):
             self._call(choice_id(header.call_id, number), prepared, turn, *sampled, message)
             for number, (turn, sampled, message) in enumerate(zip(turns, sequences, messages, strict=True))
         ]
-        # A failed request must leave nothing to train on: all choices or none.
+        # All choices or none: a failed request must leave nothing to train on.
         await self._claims.record(prepared.claim, recorded)
         choices: list[Choice] = []
         for turn, (_, sequence), message, made in zip(turns, sequences, messages, recorded, strict=True):
@@ -276,10 +275,10 @@ def unknown_model(name: str, known: Collection[str]) -> GatewayError:
 def recorded_completion(
     call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
 ) -> Completion | None:
-    """Rebuild the completion of `call` from the recorded calls `call_id` and siblings.
+    """Rebuild the completion from the recorded calls `call_id` and siblings.
 
-    None if choices are missing after a restart, or the request had several prompts or asked for top
-    logprobs, which are not recorded.
+    None if choices are missing after a restart, or the request had several prompts or asked for top logprobs,
+    which are not recorded.
     """
     if call.top_logprobs or len(call.prompts) > 1:
         return None
@@ -318,7 +317,7 @@ def _choice(tokens: SampledTokens, recorded: Call, message: ChatMessage) -> Choi
 async def sample_all(
     sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
 ) -> list[SampleResult]:
-    """Sample all requests concurrently, numbering their sequences. The first error cancels the others."""
+    """The first error cancels the other requests."""
     if len(requests) == 1:
         return [await sampler.sample(requests[0], progress)]
     tasks: list[asyncio.Task[SampleResult]] = []

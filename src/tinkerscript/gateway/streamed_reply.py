@@ -1,7 +1,7 @@
 """`StreamedReply` turns the progress of a sample into events.
 
 Invariant: what was sent is a prefix of what is recorded, in ids and in text, or the stream ends with an
-error. Reports that repeat or leave a gap are ignored; the final result fills gaps.
+error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _StreamedChoice:
         return (len(self._ids) - len(self._pending["sampled"])) // 4
 
     def take(self, report: Progress) -> bool:
-        """Add a report's new tokens. Returns False if it contradicts an earlier one."""
+        """Returns False if the report contradicts an earlier one."""
         known = len(self._ids) // 4 - report.offset
         if known < 0:
             return True
@@ -73,7 +73,7 @@ class _StreamedChoice:
         return MessageDelta(index=index, content=content, reasoning=reasoning, **tokens)
 
     def rest(self, index: int, choice: Choice) -> MessageDelta | None:
-        """Return what was not sent. Raises GatewayError 500 if the text contradicts what was."""
+        """Return what was not sent. Raises GatewayError 500 if it contradicts what was."""
         content = _after("".join(self._content), choice.message["content"])
         reasoning = _after("".join(self._reasoning), choice.message.get("reasoning_content", ""))
         tokens = choice.span(self.sent)
@@ -92,7 +92,7 @@ class StreamedReply:
         messages: Sequence[PartialReply | None],
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """`messages`: one reader per choice. `hidden`: ids that are not part of the text."""
+        """`hidden` ids are not part of the text."""
         self._events = events
         self._choices = [_StreamedChoice(message, hidden) for message in messages]
         self._diverged = False
@@ -101,7 +101,7 @@ class StreamedReply:
     async def follow(self, work: asyncio.Future[Any], caller: Caller) -> None:
         """Send text and tokens until `work` ends or the caller disconnects.
 
-        Raises GatewayError 503 if the engine restarted the sample after some tokens were sent.
+        Raises GatewayError 503 if the engine restarts the sample after that.
         """
         disconnected = caller.disconnected()
 

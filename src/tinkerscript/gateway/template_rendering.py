@@ -1,13 +1,10 @@
 """`TemplateRendering` makes prompts, continuations and replies as token ids with a model's chat template.
 
-Every continuation is verified by rendering the conversation as text twice: up to the header of the last
-reply, and with the reply and the new messages. If the first text is a prefix of the second, and what follows
-reads as the sampled reply (up to white space around its content), the text after the reply is encoded and
-appended to the sampled ids. Otherwise the template rewrites history (strips reasoning, moves tools, shortens
-results), and there is no continuation.
-
-Invariant: sampled ids are never encoded again, and exactly what the template writes after the reply is
-appended.
+A continuation renders the conversation as text twice: up to the header of the last reply, and with the reply
+and the new messages. If the first text is a prefix of the second, and what follows reads as the sampled reply
+(up to white space around its content), the text after the reply is encoded and appended to the sampled ids.
+Otherwise the template rewrites history (strips reasoning, moves tools, shortens results), and there is no
+continuation.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ class TemplateRendering:
         )
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
-        """Return the ids of a conversation, with the header of the assistant's next message.
+        """Return the prompt's ids, with the header of the assistant's next message.
 
         Raises GatewayError 400 for messages that the template refuses and for tools that it ignores.
         """
@@ -87,8 +84,7 @@ class TemplateRendering:
     ) -> list[int] | None:
         """Return the ids to append after `sampled`, the last message of `history`, for the next reply.
 
-        None if the template rewrites the history or ends the reply differently. Raises GatewayError 400 for
-        messages that it cannot render.
+        None if the template rewrites the history or ends the reply differently. Raises GatewayError 400.
         """
         now = self._template.now()
         whole = self._template.text([*history, *messages], tools, generation=True, now=now)
@@ -122,7 +118,7 @@ class TemplateRendering:
     def reply(self, messages: Sequence[ChatMessage], reply: ChatMessage, tools: Sequence[Tool]) -> list[int]:
         """Return the ids of `reply` after the prompt for `messages`, with the end of the turn.
 
-        Raises GatewayError 400 if the template writes it differently from what it prompts for.
+        Raises GatewayError 400 if the template writes it differently.
         """
         now = self._template.now()
         prompt = self._template.text(messages, tools, generation=True, now=now)
@@ -157,8 +153,8 @@ class TemplateRendering:
     def _starts_of_reply(self, prompt: str, past: str) -> list[int]:
         """Return where in `past` the last reply may begin, most likely first.
 
-        That is after the prompt, or after one of the headers if the template rewrites earlier messages once
-        there is a reply (Mistral's system message, DeepSeek's tool results, gpt-oss's reasoning).
+        Templates may rewrite earlier messages once there is a reply (Mistral's system message, DeepSeek's
+        tool results, gpt-oss's reasoning); then the headers are searched.
         """
         if past.startswith(prompt):
             return [len(prompt)]
@@ -173,13 +169,10 @@ class TemplateRendering:
         return min((at for stop in self._stops if (at := text.find(stop, start)) >= 0), default=None)
 
     def _find_stop_ids(self, folder: Path) -> list[int]:
-        """Return the ids that end a turn: the template's first, then those in the model's files.
-
-        The last reply's end counts first, because gpt-oss ends earlier replies with a token that also occurs
-        within replies.
-        """
         tokens = self._tokenizer.added_tokens
         last, other = (self._after_answer(_ANSWERED[:count]) for count in (2, 3))
+        # The last reply's end counts first, because gpt-oss ends earlier ones with a token that also occurs
+        # within replies.
         self._ends_turns = bool(last)
         written = last or other
         declared = [*sorted(stop_ids_of(folder)), self._tokenizer.eos_token_id]

@@ -1,8 +1,7 @@
 """`Session` holds the conversations of one claim and makes their prompts.
 
 Invariant: a prompt that continues a call starts with that call's prompt and sampled ids, byte for byte. Every
-other prompt is a new root with a reason (`FORK_REASONS`). Calls may run concurrently, so work in threads only
-reads immutable data.
+other prompt is a new root with a reason (`FORK_REASONS`). Work in threads only reads immutable data.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ _encode = msgspec.json.Encoder().encode
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_PROMPT = 8_192  # Bytes, about 2,000 tokens or a millisecond: from here on in a thread.
-LONG_HISTORY = 2**18  # Bytes of text from which it is compared with earlier calls in a thread.
+LONG_PROMPT = 8_192  # Bytes (about a millisecond) from which work is done in a thread.
+LONG_HISTORY = 2**18  # The same for comparing text with earlier calls.
 
-# Everything but encoding holds the GIL, so that more threads would delay the event loop.
+# Encoding releases the GIL; more threads for the rest would delay the event loop.
 _THREADS = ThreadPoolExecutor(2, "long prompts")
 
 
 class ConversationRenderer(Protocol):
-    """Makes the ids of prompts, empty for a model with unknown ids."""
+    """Makes the ids of prompts, or none for a model with unknown ids."""
 
     tokenizer: LightTokenizer
     max_context: int  # Tokens of prompt and reply together.
@@ -90,7 +89,7 @@ class Session:
         return session
 
     def plan(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
-        """Find the call that `messages` continue, and make the prompt, in flight until `release`.
+        """Make the prompt, in flight until `release`.
 
         Raises GatewayError 400 `context_length_exceeded` if there is no room for a reply.
         """
@@ -100,10 +99,7 @@ class Session:
     async def plan_async(
         self, messages: list[ChatMessage], tools: list[Tool], *, starts: bool = True
     ) -> Turn:
-        """Like `plan`, but process long messages in a thread.
-
-        Without `starts`, the turn is not in flight and may be too long.
-        """
+        """Process long messages in a thread. Without `starts`, the turn is not in flight and may be too long."""
         is_long = text_size(messages) >= LONG_HISTORY
         keys = await in_thread_if(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys) as place:
@@ -150,10 +146,8 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Label a request's turns before they are recorded.
-
-        Only now is it known which of parallel requests is the claim's first, and why others fork.
-        """
+        """Give turns their fork reasons. Only now is it known which of parallel requests is the claim's
+        first."""
         labelled: list[Turn] = []
         for turn in turns:
             if turn.parent is None and turn.fork_reason is None:
@@ -177,13 +171,12 @@ class Session:
             turn.parent.pending -= 1
 
     async def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
-        """Count the prompt's tokens like `plan`, without side effects."""
         return len((await self.plan_async(messages, tools, starts=False)).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
         """Return the conversation up to and including a call, with call ids in the replies.
 
-        Raises GatewayError 400 `previous_response_not_found` unless this claim recorded the call.
+        Raises GatewayError 400 `previous_response_not_found` for an unknown call.
         """
         node = self._messages.call(call_id)
         if node is None:
@@ -197,7 +190,7 @@ class Session:
         return messages
 
     def prompt_of(self, call_id: str) -> bytes:
-        """Return a recorded call's whole prompt (int32). Raises KeyError."""
+        """Raises KeyError."""
         node = self._recorded(call_id)
         stream = node.stream()
         return stream[: len(stream) - len(node.sampled)]
@@ -286,7 +279,7 @@ class Session:
 
 
 class _Prompt(NamedTuple):
-    # int32 ids; with `extends`, only those after the call it continues.
+    # int32; with `extends`, only what follows the call it continues.
     ids: bytes
     extends: bool
     texts: tuple[str, str]  # The new messages and the tools as recorded JSON.
@@ -315,7 +308,7 @@ class _Place:
         return len(self.node.new_prompt) + len(self.node.sampled) + text_size(self.new_messages)
 
     def prompt(self, renderer: ConversationRenderer) -> _Prompt:
-        """Render and encode the prompt, possibly in a thread. Raises GatewayError 400."""
+        """May run in a thread. Raises GatewayError 400."""
         if self.node:
             tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()
             new_ids = renderer.extend(tail, sampled, self.new_messages, self.node.tools, self.node.messages)

@@ -1,7 +1,6 @@
 """The calls of a claim as a tree of token buffers, and the search for a request's place in it.
 
-Each `Node` stores only the ids that are new since its parent. Invariant: `Node.stream` is exactly what the
-model saw and sampled, from the first prompt on.
+Invariant: `Node.stream` is exactly what the model saw and sampled, from the first prompt on.
 
 Chat requests are matched by their messages. A conversation is a path of message keys (`chat_messages`) in a
 trie, and a call's reply ends a path:
@@ -16,8 +15,6 @@ tools. Content decides which calls qualify; ids only choose among them:
 - Reasoning may be dropped. If it is sent back, it must be what was sampled.
 - Of several matching calls, the first that no other call continues, recorded or in flight, is chosen.
   Parallel conversations with equal messages therefore continue one call each.
-
-`find` costs one look-up per message and one step per turn for each candidate; memory is linear.
 
 Text completions are matched by ids. A prompt continues the longest stream (prompt and sampled ids) that it
 starts with; among equal streams, the first that no call continues.
@@ -44,46 +41,20 @@ from tinkerscript.rollouts.call import MatchedBy
 PROMPT = "prompt"  # Stands for a prompt of text or ids. No chat uses it.
 
 
+# The messages belong to no known conversation, as in a subagent's first call.
 NEW_CONVERSATION = "new_conversation"
-"""The messages belong to no known conversation, as in a subagent's first call."""
-
-
-SAMPLED_AGAIN = "sampled_again"
-"""The same messages were requested before, as by a parallel sample or a retry after delivery."""
-
-
+SAMPLED_AGAIN = "sampled_again"  # The same messages were requested before, as by a parallel sample.
 NO_NEW_MESSAGES = "no_new_messages"  # The messages end with the assistant's reply.
-
-
 TOOLS_CHANGED = "tools_changed"
-
-
 SYSTEM_CHANGED = "system_changed"
-
-
 # Earlier messages were dropped or replaced by fewer (truncation, compaction).
 HISTORY_SHORTENED = "history_shortened"
-
-
 TOOL_RESULT_EDITED = "tool_result_edited"  # The first message that differs is a tool result.
-
-
 TEXT_DROPPED = "text_dropped"  # A reply's tool calls came back without its text.
-
-
 REASONING_EDITED = "reasoning_edited"  # Dropping reasoning does not fork.
-
-
 HISTORY_EDITED = "history_edited"  # Any other difference.
-
-
 RENDERER_REFUSED = "renderer_refused"  # The chat format cannot continue from what was sampled.
-
-
-TEMPLATE_REWRITES = "template_rewrites"
-"""The chat template changes earlier messages when new ones follow: it strips reasoning, moves tools, or ends
-a turn differently."""
-
+TEMPLATE_REWRITES = "template_rewrites"  # The chat template changes earlier messages when new ones follow.
 
 FORK_REASONS = (
     NEW_CONVERSATION,
@@ -114,15 +85,15 @@ class Conversation(NamedTuple):
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     parent: Node | None  # None for a fork with a fully rendered prompt.
-    prompt: bytes  # The whole, int32.
-    new_prompt: bytes  # int32, after the parent's prompt and sampled ids.
+    prompt: bytes  # int32, the whole prompt.
+    new_prompt: bytes  # int32, what follows the parent's prompt and sampled ids.
     matched_by: MatchedBy | None = None
     # One of `FORK_REASONS`; None if the prompt extends a call or is the claim's first.
     fork_reason: str | None
     new_messages: list[ChatMessage]
     tools: list[Tool]
     reply_index: int  # Among the messages of the conversation.
-    keys: Sequence[Hashable] = ()  # Of `new_messages`; empty if not computed yet.
+    keys: Sequence[Hashable] = ()  # The keys of `new_messages`; empty if not computed yet.
     texts: tuple[str, str] = ("", "")  # `new_messages` and `tools` as recorded JSON; empty if not recorded.
 
 
@@ -138,7 +109,7 @@ class Node:
         self.tools_key = turn.parent.tools_key if turn.parent else tools_key(turn.tools)
         self.reply_index = turn.reply_index
         before = turn.parent.reply if turn.parent else None
-        # With the reply. Kept, because computing them reads long tool arguments.
+        # Kept, because computing them reads long tool arguments.
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
         self.written = [
             (index, reasoning_of(message))
@@ -178,8 +149,6 @@ _TAIL = 32
 
 
 class MessagePath(NamedTuple):
-    """The part of the recorded conversations that one request's messages follow."""
-
     messages: list[ChatMessage]
     keys: list[Hashable]
     tools_key: bytes
@@ -199,17 +168,11 @@ class MessageIndex:
     def __init__(self) -> None:
         # By state and message key.
         self._edges: dict[tuple[int, Hashable], int] = {}
-
         self._replies: dict[int, list[Node]] = {}
-
-        # The keys of the tools with which a reply was sampled from a state.
         self._prompted: dict[int, set[bytes]] = {}
-
         self._through: dict[int, Node] = {}
-
         # By the call's id or a tool call's.
         self._named: dict[str, Node] = {}
-
         # By the keys of the message before (None: any) and the reply.
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
 
@@ -260,7 +223,7 @@ class MessageIndex:
         return None
 
     def fork_reason(self, path: MessagePath) -> str | None:
-        """Return why a request continues no call, or None for the claim's first."""
+        """None for the claim's first request."""
         if not self._edges:
             return None
         if path.history_length == len(path.messages) and self.find(path):
@@ -367,10 +330,7 @@ def _history_length(messages: Sequence[ChatMessage]) -> int:
 
 
 def edit_reason(known: Conversation, given: Conversation) -> str | None:
-    """Return how `given` differs from the conversation `known`, or None. The first difference decides.
-
-    Both end with the same reply, or where the shorter one ends.
-    """
+    """Return how `given` differs from the conversation `known`, or None. The first difference decides."""
     if _only_system_differs(known, given):
         return SYSTEM_CHANGED
     pairs = zip(known.messages, given.messages, known.keys, given.keys, strict=False)

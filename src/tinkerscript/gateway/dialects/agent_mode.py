@@ -57,9 +57,8 @@ AGENT_FIELDS: Mapping[str, Sequence[str]] = {
         "tools[type=web_search_20250305]",
     ),
 }
-"""The fields to drop, by path of the route.
+"""`a.b` is a field of an object, `a[].b` of each element of a list; `a[type=b]` is the elements of this type.
 
-`a.b` is a field of an object, `a[].b` of each element of a list; `a[type=b]` is the elements of this type.
 Tools of such types would run on the provider's servers, so the model does not see them.
 """
 
@@ -68,7 +67,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
-    """Drop `AGENT_FIELDS` from a request and name the set ones. Raises GatewayError 400 for bad JSON."""
+    """Return the request and the fields that were dropped. Raises GatewayError 400 for bad JSON."""
     try:
         request = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Anthropic Messages: the route, its replies, events and errors. `anthropic_request` parses requests.
+"""Anthropic Messages: the route, its replies, events and errors.
 
 Our extension `return_token_ids` adds `prompt_token_ids` and `token_ids` (with a grammar also `constrained`)
 to the reply, or to a stream's first and last event. A thinking block's signature is its message's id, by
@@ -56,14 +56,13 @@ _ERROR_TYPES = {
 
 
 def message_id(call_id: str) -> str:
-    """Return the id of a message, which is also the signature of its thinking."""
     return f"{MESSAGE_PREFIX}{call_id}"
 
 
 def message_of(
     tokenizer: LightTokenizer, call: MessagesCall, header: ReplyHeader, choice: Choice | None
 ) -> dict[str, Any]:
-    """Write the reply, or without a choice the message that starts a stream."""
+    """Without a choice, this is the message that starts a stream."""
     message: dict[str, Any] = {
         "id": message_id(header.call_id),
         "type": "message",

@@ -1,12 +1,12 @@
 """Anthropic Messages: requests for a message and for the token count of its prompt.
 
 Accepted and ignored: `cache_control`, `metadata`, a tool's `strict` and `eager_input_streaming`, and the
-headers `anthropic-version` and `anthropic-beta`. `thinking` only decides whether thinking is shown (not for
-`disabled` or null): the model reasons as trained, and everything is recorded. As at Anthropic,
-`budget_tokens` is a target and `max_tokens` the limit.
+headers `anthropic-version` and `anthropic-beta`. `thinking` only decides whether thinking is shown: the model
+reasons as trained, and everything is recorded. As at Anthropic, `budget_tokens` is a target and `max_tokens`
+the limit.
 
-Invariant: the blocks of a reply, sent back unchanged, become the message that was sampled. Text blocks are
-concatenated, and thinking may be left out; its signature names the reply. Other blocks are refused.
+Invariant: the blocks of a reply, sent back unchanged, become the message that was sampled. Thinking may be
+left out; its signature names the reply.
 
 Source: https://docs.anthropic.com/en/api/messages
 """
@@ -164,7 +164,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> MessagesCall:
-    """Parse a request. Raises GatewayError 400 with the field."""
+    """Raises GatewayError 400 with the field."""
     request = decode(_REQUEST, body)
     _refuse_thread(request)
     stops = request.stop_sequences or []
@@ -236,7 +236,7 @@ def _shows_thinking(thinking: _Thinking | None) -> bool:
 
 
 def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None) -> list[ChatMessage]:
-    """Normalize a conversation. Raises GatewayError 400 for unsupported content."""
+    """Raises GatewayError 400 for unsupported content."""
     normalized: list[ChatMessage] = []
     if system:
         normalized.append({"role": "system", "content": _text(system, "system")})
@@ -259,7 +259,7 @@ def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Normalize tools. Raises GatewayError 400 for tools that Anthropic runs."""
+    """Raises GatewayError 400 for tools that Anthropic runs."""
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 

@@ -1,9 +1,8 @@
-"""OpenAI chat completions. Every field is honored, or refused by name.
+"""OpenAI chat completions.
 
 Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` to the reply and `token_ids`
-(with a grammar also `constrained`, uint8 `TokenConstraint`s) to each choice. Logprob entries have a
-`token_id`. `developer` messages become system messages. A tool's `strict` is not enforced: unless
-`tool_choice` requires a call, arguments stay as sampled.
+(with a grammar also `constrained`) to each choice. `developer` messages become system messages. A tool's
+`strict` is not enforced: unless `tool_choice` requires a call, arguments stay as sampled.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
@@ -136,7 +135,7 @@ _CHAT = msgspec.json.Decoder(_Chat)
 
 
 def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
-    """Parse a JSON object's messages and tools. Raises GatewayError 400."""
+    """Raises GatewayError 400."""
     return _normalized_chat(decode(_CHAT, data))
 
 

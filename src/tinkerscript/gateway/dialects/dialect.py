@@ -1,6 +1,6 @@
 """`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`.
 
-Invariants: a field that this server does not honor is refused by name, and prompts get no added text.
+Invariants: a field that this server does not honor is refused by name; prompts get no added text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in any wire format; None means not set. Dialects add fields that their replies need."""
+    """A request in any wire format; None means not set."""
 
     # The wire format's names of fields that a sampler may refuse.
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {
@@ -50,9 +50,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
         "parallel_tool_calls": "parallel_tool_calls",
     }
     model: str
-    messages: list[ChatMessage]
-    """Normalized; empty if and only if there are `prompts`."""
-
+    messages: list[ChatMessage]  # Empty if and only if there are `prompts`.
     tools: list[Tool]
     parse_tool_calls: bool
     """If false, tool calls stay text."""
@@ -61,12 +59,8 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     prompts: list[bytes] = []
     """Prompts as ids (int32) instead of messages. Each gets `n` plain-text completions."""
 
-    previous: str | None = None
-    """The id of the earlier call of this claim that `messages` continue."""
-
-    store: bool = False
-    """Whether later requests may name the reply as `previous`. In an episode they always may."""
-
+    previous: str | None = None  # The call of this claim that `messages` continue.
+    store: bool = False  # Later requests may name the reply as `previous`. In an episode they always may.
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -76,14 +70,11 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: list[str] = []
+    # They end the reply, like the end of a turn, and are not part of its text.
     stop_token_ids: list[int] = []
-    """Ids that end the reply, in addition to the end of a turn. They are not part of its text."""
-
     logprobs: bool = False
     top_logprobs: int = 0  # How many of the most likely ids to report at each position.
-    required_tools: list[str] = []
-    """The reply must call one of these tools. If empty, the model decides."""
-
+    required_tools: list[str] = []  # The reply must call one. If empty, the model decides.
     parallel_tool_calls: bool = True
     json_schema: dict[str, Any] | None = None
     """`{"type": "object"}` allows any object. The reply may also be a tool call."""
@@ -98,9 +89,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 class Choice(SampledTokens, frozen=True, kw_only=True):
     message: ChatMessage
     finish_reason: FinishReason
-    constrained: bytes = b""
-    """The effect of a grammar on each sampled id (uint8 `TokenConstraint`), or empty."""
-
+    constrained: bytes = b""  # uint8 `TokenConstraint` per sampled id, or empty without a grammar.
     reported_tokens: int = 0  # The count of a server that returns no ids.
 
     @property
@@ -134,7 +123,7 @@ class Completion(ReplyHeader, frozen=True, kw_only=True):
 
 
 class MessageDelta(SampledTokens, frozen=True, kw_only=True):
-    """New text and tokens of one choice. They are not aligned, because text may be held back."""
+    """New text and tokens of one choice, not aligned, because text may be held back."""
 
     index: int
     content: str = ""  # Final: the deltas add up to the message's content.
@@ -152,10 +141,7 @@ class EventStream(ABC):
 
     @abstractmethod
     def finish(self, completion: Completion) -> bytes:
-        """Return the last events: tool calls, the end of each choice, usage, the end of the stream.
-
-        By then `delta` has had everything, and the calls are recorded.
-        """
+        """Return the last events, after `delta` has had everything and the calls are recorded."""
 
     @abstractmethod
     def failure(self, error: GatewayError) -> bytes: ...
@@ -170,12 +156,11 @@ class Dialect(ABC, Generic[CallT]):
     path: ClassVar[str]
 
     def __init__(self, tokenizer: LightTokenizer, *, agent_mode: bool = False) -> None:
-        """`tokenizer` encodes text prompts and decodes single tokens. `agent_mode` drops `AGENT_FIELDS`."""
         self.tokenizer = tokenizer
         self.agent_mode = agent_mode
 
     def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
-        """Parse a request with `parse`. Raises GatewayError 400, also for a call beyond one of `limits`."""
+        """Raises GatewayError 400, also for a call beyond one of `limits`."""
         if not self.agent_mode:
             return within_limits(parse(body))
         body, ignored = without_agent_fields(self.path, body)
@@ -184,7 +169,7 @@ class Dialect(ABC, Generic[CallT]):
 
     @abstractmethod
     def parse(self, body: bytes) -> CallT:
-        """Parse a request. Raises GatewayError 400 with the field."""
+        """Raises GatewayError 400 with the field."""
 
     @abstractmethod
     def reply(self, call: CallT, completion: Completion) -> dict[str, Any]: ...
@@ -218,7 +203,7 @@ class TokenCounter(Dialect[CallT]):
 
 
 def within_limits(call: CallT) -> CallT:
-    """Raise GatewayError 400 if the call exceeds a limit of every wire format."""
+    """Raise GatewayError 400 beyond a limit of every wire format."""
     limits.MODEL_CHARS.check(len(call.model))
     limits.PREVIOUS.check(len(call.previous or ""))
     limits.MESSAGES.check(len(call.messages))
@@ -254,26 +239,20 @@ def _check_tools(tools: list[Tool]) -> None:
         limits.TOOL_NAME.check(len(tool["function"]["name"]), f"tools[{index}].name")
     encoded = _ENCODER.encode(tools)
     limits.TOOLS_BYTES.check(len(encoded))
-    # Counting brackets bounds the depth, so that most values need no walk.
+    # Counting brackets bounds the depth without a walk.
     depth = limits.TOOLS_DEPTH
     if encoded.count(b"{") + encoded.count(b"[") > depth.limit and limits.depth_is_beyond(tools, depth.limit):
         raise depth.refusal(depth.limit + 1)
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """Name a server-sent event after its data's `type` (OpenAI Responses, Anthropic).
-
-    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
-    """
+    """Source: https://html.spec.whatwg.org/multipage/server-sent-events.html"""
     name: str = data["type"]
     return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(data) + b"\n\n"
 
 
 def reasoning_tokens(tokenizer: LightTokenizer, choice: Choice) -> int:
-    """Count the sampled ids that are reasoning, with markers: all, if it was cut off.
-
-    0 for formats with another end marker.
-    """
+    """Count the sampled ids that are reasoning, with markers; 0 for formats with another end marker."""
     marker = tokenizer.convert_tokens_to_ids(THINK_END)
     if marker is None or not choice.message.get("reasoning_content"):
         return 0

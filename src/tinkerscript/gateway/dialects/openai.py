@@ -1,7 +1,4 @@
-"""Shared parts of OpenAI's formats: errors, request fields, logprob entries, usage, stream chunks.
-
-Source: https://platform.openai.com/docs/api-reference
-"""
+"""Shared parts of OpenAI's formats: errors, request fields, logprob entries, usage, stream chunks."""
 
 from __future__ import annotations
 
@@ -81,7 +78,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: Annotated[Any, Unsupported(0)] = None
 
     def shared_arguments(self) -> dict[str, Any]:
-        """Return arguments of `ModelCall`, except `max_tokens`. Raises GatewayError 400."""
+        """Return arguments of `ModelCall`. Raises GatewayError 400."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not all(stop):
             raise invalid("stop", "a stop string must not be empty")
@@ -111,7 +108,6 @@ def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
 
 
 def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the fields that identify a reply and its chunks."""
     # Unknown before sampling, and negative for weights without a version.
     version = header.policy_version if isinstance(header, Completion) else -1
     return {
@@ -153,9 +149,9 @@ class ChunkStream(EventStream):
 def logprob_entries(
     tokenizer: LightTokenizer, call: ModelCall, tokens: SampledTokens
 ) -> list[dict[str, Any]]:
-    """Return an entry per sampled id, including the stop token, with the requested `top_logprobs`.
+    """Return an entry per sampled id, including the stop token.
 
-    Each has our extension `token_id`, because several ids may have the same text.
+    Our `token_id` is always there, because several ids may have the same text.
     """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:

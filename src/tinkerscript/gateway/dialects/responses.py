@@ -1,8 +1,8 @@
-"""OpenAI Responses: the route, its replies and its events. `responses_request` parses requests.
+"""OpenAI Responses: the route, its replies and its events.
 
 Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` and `token_ids` (with a
-grammar also `constrained`). Logprob entries have a `token_id`. Ids are the call's id with a prefix (`resp_`;
-for items `rs_`, `msg_`, `fc_`), so that a conversation sent back names the call.
+grammar also `constrained`). Ids are the call's id with a prefix (`resp_`; for items `rs_`, `msg_`, `fc_`), so
+that a conversation sent back names the call.
 
 Invariant: items come one after another, and the last event repeats them. Function calls come last, each with
 its arguments in one delta.

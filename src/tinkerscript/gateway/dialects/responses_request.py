@@ -2,13 +2,12 @@
 
 `previous_response_id` continues a response of the same claim, even after a restart and regardless of `store`.
 Outside episodes, a model keeps the latest responses in memory unless `store` is false. As with OpenAI,
-instructions do not carry over, and tools must be sent again. `include` supports
-`message.output_text.logprobs` (per sampled id) and `reasoning.encrypted_content` (base64). Accepted and
-ignored: `metadata`, a function's `strict`, and the fields about caches and users.
+instructions do not carry over, and tools must be sent again. Accepted and ignored: `metadata`, a function's
+`strict`, and the fields about caches and users.
 
 Invariant: the items of a response, sent back unchanged, become the one message that was sampled, with or
-without its reasoning, wherever a call's output stands. Consecutive items belong to one message while they
-keep a reply's order (reasoning, text, calls) and no id contradicts that.
+without its reasoning. Consecutive items belong to one message while they keep a reply's order (reasoning,
+text, calls) and no id contradicts that.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -49,7 +48,6 @@ from tinkerscript.limits import MESSAGES, TOOLS
 RESPONSE_PREFIX = "resp_"
 Parts = str | list[dict[str, Any]]
 
-# Our items' ids: the call's id, and a function call's number.
 _OUR_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
 
 _ORDER = ("reasoning", "message", "function_call")
@@ -127,7 +125,7 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
-    """Normalize a conversation. Raises GatewayError 400 for unsupported content."""
+    """Raises GatewayError 400 for unsupported content."""
     conversation = _Conversation()
     if instructions:
         # Marked, because a response that continues this one drops it.
@@ -145,7 +143,7 @@ def encrypt(reasoning: str) -> str:
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Normalize function tools, also in namespaces. Raises GatewayError 400 for tools that OpenAI runs."""
+    """Raises GatewayError 400 for tools that OpenAI runs."""
     found: list[Tool] = []
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
@@ -157,7 +155,7 @@ def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
 
 
 def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Map the model's name for each tool in a namespace to the namespace and the tool's name."""
+    """Map the model's name for a tool to its namespace and name."""
     return {
         namespaced(space["name"], tool["name"]): (space["name"], tool["name"])
         for space in tools
@@ -167,7 +165,6 @@ def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]
 
 
 def namespaced(namespace: str, name: str) -> str:
-    """Name a tool for the model: `web__open` for `open` in `web`, or in `web__`."""
     return f"{namespace.removesuffix('__')}__{name}"
 
 
@@ -371,7 +368,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> ResponsesCall:
-    """Parse a request. Raises GatewayError 400 with the field."""
+    """Raises GatewayError 400 with the field."""
     request = decode(_REQUEST, body)
     include, prompt = _include(request.include or ()), _prompt_arguments(request)
     return ResponsesCall(

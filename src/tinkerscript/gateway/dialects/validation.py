@@ -29,10 +29,7 @@ DIRECT = {"type": "direct"}  # The model itself called the tool.
 
 
 class Unsupported:
-    """Marks a known field that is refused unless it is null or one of `values`, which have no effect.
-
-    Python keywords get a trailing underscore.
-    """
+    """Marks a known field that is refused unless it is null or one of `values`, which have no effect."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -53,7 +50,7 @@ def sampling_arguments(request: Any) -> dict[str, Any]:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Decode a request. Raises GatewayError 400 with the field."""
+    """Raises GatewayError 400 with the field."""
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -64,7 +61,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """Convert the part of a request at `where`. Raises GatewayError 400 with the field."""
+    """Raises GatewayError 400 with the field below `where`."""
     given = {name: each for name, each in value.items() if each is not None}
     try:
         converted = msgspec.convert(given, kind)
@@ -94,8 +91,7 @@ def _unsupported_fields(kind: type[Any]) -> dict[str, Unsupported]:
 
 
 def _explained(text: str, where: str = "") -> GatewayError:
-    # msgspec writes "Expected `int`, got `str` - at `$.n`". Fields declared as None are known but
-    # unsupported.
+    # msgspec writes "Expected `int`, got `str` - at `$.n`". Fields declared as None are unsupported.
     problem, _, place = text.partition(" - at ")
     inner = place.strip("`").removeprefix("$")
     place = f"{where}{inner}".removeprefix(".")
@@ -130,7 +126,7 @@ def unsupported_content(kind: object, where: str) -> GatewayError:
 
 
 def required_tools(names: Sequence[str] | None, tools: Sequence[Tool]) -> list[str]:
-    """Return the tools of which one must be called (None: all). Raises GatewayError 400."""
+    """Return the tools of which one must be called. Raises GatewayError 400."""
     known = [tool["function"]["name"] for tool in tools]
     names = known if names is None else names
     for name in names:

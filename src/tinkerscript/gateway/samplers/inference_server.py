@@ -31,7 +31,7 @@ _NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadEr
 
 
 class Upstream:
-    """HTTP to one server with limited concurrency. Raises only GatewayError."""
+    """Raises only GatewayError."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Upstream:
         timeout_s: float = 300.0,
         name: str = "",
     ) -> None:
-        """`base_url` may end in `/v1`. Errors contain the server's name or address, never the key."""
+        """`base_url` may end in `/v1`. Errors never contain the key."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
         self.name = name or f"the inference server {self.url}"
         self._key = api_key
@@ -62,7 +62,7 @@ class Upstream:
         )
 
     async def get(self, path: str) -> bytes | None:
-        """Return the body, or None if the path does not exist. Raises GatewayError."""
+        """None if the path does not exist. Raises GatewayError."""
         return await self._send("GET", path, None)
 
     async def post(self, path: str, body: Any) -> bytes:
@@ -90,7 +90,7 @@ class Upstream:
 
     @asynccontextmanager
     async def slot(self) -> AsyncGenerator[None]:
-        """Hold a slot for a request. Raises GatewayError 503 if none becomes free in time."""
+        """Raises GatewayError 503 if no slot becomes free in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._slots.acquire()
@@ -135,7 +135,6 @@ class Upstream:
             self.refuse(response.status_code, await response.aread())
 
     def refuse(self, status: int, body: bytes) -> NoReturn:
-        """Raise the GatewayError for a refusal. A stream's may follow a 200."""
         said = self.without_key(message_of_refusal(body))
         if status in (400, 413, 422):
             if _CONTEXT.search(said):

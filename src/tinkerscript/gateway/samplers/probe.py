@@ -1,7 +1,6 @@
 """The start-up probe measures the behavior of an inference server before an episode depends on it.
 
-Invariant: every fact is observed in replies, not derived from a version. A server that cannot be recorded
-truthfully is refused, with the reason and the remedy.
+Invariant: every fact is observed in replies, not derived from a version.
 """
 
 from __future__ import annotations
@@ -33,9 +32,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     max_context: int  # Tokens of prompt and reply together.
     logprob_kind: LogprobKind
-    rescored: bool
-    """Whether logprobs of sampled tokens were compared with those of the same tokens in a prompt."""
-
+    rescored: bool  # Logprobs of sampled tokens agree with those of the same tokens in a prompt.
     weight_version: str | None
 
     def describe(self) -> str:
@@ -55,7 +52,7 @@ class Probe:
     async def run(
         self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True
     ) -> ServerFacts:
-        """Establish all facts. `ids` is `text` encoded by our tokenizer. Raises ConfigError."""
+        """`ids` is `text` encoded by our tokenizer. Raises ConfigError."""
         try:
             await self._check_not_logits()
             kind = await self._logprob_kind()

@@ -1,7 +1,6 @@
 """`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config.
 
-Invariants: every sampler is probed before use. Results have the server's number for its weights as their
-version. A request that cannot be honored fully is refused.
+Invariants: every sampler is probed before use, and a request that cannot be honored fully is refused.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RemoteSampler(Sampler):
-    """Samples from `server`. Weights without a number get the version `FOREIGN_POLICY`."""
+    """Weights without a number get the version `FOREIGN_POLICY`."""
 
     server: VllmServer
-    facts: ServerFacts  # Without a `weight_version`, the server is not asked for it again.
+    facts: ServerFacts  # Without a `weight_version`, the server is not asked again.
     timeout_s: float = 300.0
     cache_salt: str = ""  # Requests with different salts never share the server's prefix cache.
+    # Finds stop strings that earlier weights began. None if samples cannot be cut.
     text: Callable[[list[int]], str] | None = None
-    """Decodes ids, to find stop strings that earlier weights began. None if samples cannot be cut."""
 
     def __post_init__(self) -> None:
         self._weights = self.facts.weight_version
@@ -115,8 +114,8 @@ class RemoteSampler(Sampler):
     async def _versions(self, before: str | None) -> tuple[int, int]:
         """Return the first and last version that may have sampled.
 
-        The server reports its weights only outside of calls, so the first call after an update always counts
-        as changed. Raises GatewayError 503 if one has no version, as after a restart.
+        The server reports its weights only outside of calls, so the first call after an update counts as
+        changed. Raises GatewayError 503 if one has no version, as after a restart.
         """
         if self.facts.weight_version is not None:
             self._weights = await self.server.weight_version()
@@ -130,11 +129,7 @@ class RemoteSampler(Sampler):
         return first, last
 
     def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
-        """Return the kind of the logprobs.
-
-        vLLM renormalizes after top-p, top-k and min-p. `processed` means before these, so with them, or with
-        a repetition penalty, the kind is unknown.
-        """
+        # vLLM renormalizes after these; `processed` means before.
         truncated = request.top_p < 1 or request.top_k > 0 or request.min_p > 0
         if request.repetition_penalty != 1 or (truncated and self.facts.logprob_kind == "processed"):
             return "unknown"
@@ -170,10 +165,7 @@ def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, flo
 async def remote_sampler(
     config: InferenceConfig, *, model_folder: Path, environ: Mapping[str, str], timeout_s: float
 ) -> AsyncGenerator[RemoteSampler]:
-    """Open a probed sampler. Raises ConfigError if the server is unreachable or unusable.
-
-    `model_folder` has the served model's tokenizer and chat format.
-    """
+    """`model_folder` has the served model's tokenizer and chat format. Raises ConfigError."""
     async with aclosing(inference_server(config, environ, timeout_s=timeout_s)) as server:
         facts = await examine(server, config, model_folder)
         logger.info("sampler.probed facts=%s", facts.describe())
@@ -181,7 +173,7 @@ async def remote_sampler(
 
 
 def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, timeout_s: float) -> VllmServer:
-    """Return a client without contacting the server. Raises ConfigError."""
+    """Does not contact the server. Raises ConfigError."""
     if not config.base_url:
         raise ConfigError("inference.backend: vllm needs inference.base_url, such as http://127.0.0.1:8000")
     upstream = Upstream(
@@ -195,10 +187,7 @@ def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, tim
 async def examine(
     server: VllmServer, config: InferenceConfig, model_folder: Path, *, rescore: bool = True
 ) -> ServerFacts:
-    """Wait for the server, choose its model, and probe it. Raises ConfigError.
-
-    `rescore` compares logprobs of sampled tokens with those of the same tokens in a prompt.
-    """
+    """Wait for the server, choose its model, and probe it. Raises ConfigError."""
     renderer = ChatRenderer(model_folder)
     description = await _description(server, config.start_timeout_s)
     model = _choose_model(description, config, server)
@@ -236,7 +225,7 @@ def _choose_model(description: ServerDescription, config: InferenceConfig, serve
 
 
 def api_key(variable: str, environ: Mapping[str, str]) -> str:
-    """Return the key in an environment variable, "" without one. Raises ConfigError."""
+    """Raises ConfigError for a variable that is not set."""
     if not variable:
         return ""
     key = environ.get(variable, "").strip()

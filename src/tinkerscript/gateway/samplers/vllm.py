@@ -5,12 +5,12 @@ are at https://github.com/vllm-project/vllm:
 
 - A `prompt` of ids is used unchanged. `return_token_ids` (since 0.10.2, pull/22587) adds `token_ids`
   and `prompt_token_ids` to every choice; `return_tokens_as_token_ids` writes `token_id:123` for a
-  token's text, also in `top_logprobs`. Unknown fields are ignored, so the probe checks the reply.
+  token's text. Unknown fields are ignored, so the probe checks the reply.
 - `logprobs: n` reports `token_logprobs` and `top_logprobs` (the sampled token and the n most likely
   ones), with -9999.0 for anything lower. `--max-logprobs` (20) is the largest n.
-- `--logprobs-mode` (since 0.10, pull/21398): the default `raw_logprobs` is at temperature 1, regardless
-  of the sampling temperature. `processed_logprobs` is after temperature, top-p and top-k, and
-  normalized over the remaining tokens. `raw_logits` and `processed_logits` are not log probabilities.
+- `--logprobs-mode` (since 0.10, pull/21398): the default `raw_logprobs` is at temperature 1.
+  `processed_logprobs` is after temperature, top-p and top-k, and normalized over the remaining tokens.
+  `raw_logits` and `processed_logits` are not log probabilities.
 - Omitted parameters default to the model's generation_config.json, not to OpenAI's, so we send all.
 - `token_ids` include the stop token, or every token up to the one that completes a stop string.
   `stop_reason` is that id or string, and null for the model's own end-of-sequence token. `ignore_eos`
@@ -20,8 +20,7 @@ are at https://github.com/vllm-project/vllm:
 - Streaming through tool parsers loses ids (issues/27482), but completions have no parser. Each chunk
   has a choice's new `token_ids` and `token_logprobs`, the first also `prompt_token_ids`, the last
   `finish_reason`. We stream only samples that may have to be cut.
-- `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped. A closed connection
-  aborts.
+- `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped.
 - Servers started for weight updates report their version at `GET /weight_info`.
 """
 
@@ -169,11 +168,10 @@ class VllmServer:
         score_from: int | None = None,
         cut: Cut | None = None,
     ) -> list[ServerSample]:
-        """Sample `request.num_samples` sequences, in order.
+        """Return `request.num_samples` samples, in order.
 
-        Requests with different `cache_salt`s share no cached prefixes. `score_from`: the first prompt
-        position to score. `cut` may end samples early. Raises GatewayError 400 for a refused request, 502 for
-        a reply without ids or with a contradiction, and 503 or 504 without a reply.
+        `score_from` is the first prompt position to score. Raises GatewayError 400 for a refused request, 502
+        for a reply without ids or with a contradiction, and 503 or 504 without a reply.
         """
         prompt = unpack_ids(request.prompt).tolist()
         asked = request_body(request, prompt, model, cache_salt, score_from)
@@ -222,13 +220,13 @@ class VllmServer:
         return decode(body, _WeightInfo).weight_version if body else None
 
     async def encode(self, text: str, model: str) -> list[int] | None:
-        """Encode with the server's tokenizer. None if the server cannot."""
+        """None if the server cannot."""
         prompt = {"model": model, "prompt": text, "add_special_tokens": False}
         body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
 
     async def unload_adapter(self, name: str) -> None:
-        # After a restart the server does not have it, and would refuse.
+        # After a restart the server would refuse.
         body = await self._upstream.get("/v1/models")
         if body and name in {model.id for model in decode(body, _Models).data}:
             await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
@@ -236,8 +234,8 @@ class VllmServer:
     async def load_weights(self, name: str, version: str) -> None:
         """Load the weights of `name` and call them `version`, aborting running samples.
 
-        After a failure the server may be paused until `resume`. This needs our plugin's weight transfer and a
-        server in development mode.
+        After a failure the server may be paused until `resume`. This needs our plugin and a server in
+        development mode.
         """
         await self._control("/init_weight_transfer_engine", init_info={"name": name})
         await self._control("/pause?mode=abort")
@@ -286,7 +284,6 @@ class _Streamed:
         self.stop_reason: StopReason | None = None
 
     def take(self, choice: _Choice) -> None:
-        """Add a chunk's tokens, up to the one that ends the sample."""
         found = _tokens_of(choice, self._prompt, None, self._request.top_logprobs)
         for number, (token, logprob) in enumerate(zip(*found[:2], strict=True)):
             if self.stop_reason:
@@ -312,7 +309,7 @@ class _Streamed:
 def request_body(
     request: SampleRequest, prompt: list[int], model: str, cache_salt: str, score_from: int | None
 ) -> dict[str, Any]:
-    """Return the JSON for `POST /v1/completions`, with every parameter that may have another default."""
+    # Every parameter is sent that may have another default.
     stop_token_ids = [*request.stop_token_ids, *request.extra_stop_ids]
     body: dict[str, Any] = {
         "model": model,
@@ -408,7 +405,7 @@ def _stop_reason(reason: str | None) -> StopReason:
 
 
 def metric(body: bytes | None, name: str, *, at: str) -> float:
-    """Sum a metric in Prometheus' text format. Raises GatewayError 502 with `at`."""
+    """Sum a metric in Prometheus' text format. Raises GatewayError 502."""
     pattern = rf"^{name}(?:{{[^}}]*}})? (\S+)$"
     found = re.findall(pattern, (body or b"").decode(errors="replace"), re.MULTILINE)
     if not found:
@@ -427,10 +424,7 @@ def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
-    """Raise GatewayError 502 if the server sampled from another prompt than `sent`.
-
-    `used` and `count` are the server's prompt and its length, if reported.
-    """
+    """Raise GatewayError 502 if the server sampled from another prompt than `sent`, as far as it reports one."""
     if used is not None and list(used) != list(sent):
         raise contradiction(
             f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"
