@@ -46,10 +46,7 @@ _LOGGERS = ("", "httpx", "httpx2")
 
 
 def task_names_in_file(path: Path) -> list[str]:
-    """Name a file's `@task` functions without running it; none if it is not Python.
-
-    The public `list_tasks` searches whole folders and skips hidden ones.
-    """
+    """Return a file's `@task` functions without running it. The public way searches whole folders."""
     return [name for name, _ in parse_decorators(path, "task")]
 
 
@@ -59,12 +56,11 @@ def load_file(path: Path) -> None:
 
 
 def create_in_file(path: Path, name: str, args: dict[str, Any]) -> Task:
-    """Create a task from a file that `load_file` ran, and record its origin."""
     return create_file_tasks(path, [name], args)[0]
 
 
 def find_registered(name: str) -> object | None:
-    """Return the `@task` function registered under `name`, or None. The public way creates the task."""
+    """Return the registered `@task` function, or None. The public way creates the task."""
     return registry_lookup("task", name)
 
 
@@ -78,7 +74,7 @@ def registered_names() -> list[str]:
 
 
 def active_epoch() -> int | None:
-    """Return the epoch of the current sample, or None. A scorer's model call has no public name for it."""
+    """Return the current sample's epoch, or None. A scorer's model call has no public name for it."""
     active = sample_active()
     return None if active is None else active.epoch
 
@@ -117,7 +113,6 @@ async def start_sandboxes(
     setup: bytes | None,
     metadata: dict[str, Any],
 ) -> dict[str, SandboxEnvironment]:
-    """Start a sample's sandboxes, copy its files and run its setup, or clean up on failure."""
     return await sandbox_context.init_sandbox_environments_sample(
         provider, task_name, config, files, setup, metadata
     )
@@ -146,10 +141,7 @@ def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[
 
 
 def tell_docker_projects(tell: Callable[[str], None]) -> None:
-    """Call `tell` with the name of each future Compose project before it starts.
-
-    There is no public hook, and Inspect invents the names.
-    """
+    """Call `tell` with each Compose project's name before it starts. Inspect invents the names."""
     own = docker.project_startup  # pyright: ignore[reportPrivateImportUsage]
 
     def startup(project: ComposeProject) -> None:
@@ -162,8 +154,7 @@ def tell_docker_projects(tell: Callable[[str], None]) -> None:
 async def dead_container() -> str:
     """Return the engine's message if the current sample's container is gone, or "".
 
-    Inspect returns an ordinary failed command if the engine does not answer, and the public `sandbox()` would
-    add a command to the sample's record.
+    Inspect would return an ordinary failed command, and the public `sandbox()` would add one to the record.
     """
     environments = sandbox_context.sandbox_environments_context_var.get(None) or {}
     for environment in environments.values():
@@ -174,7 +165,7 @@ async def dead_container() -> str:
 
 
 def mark_choices(state: TaskState) -> None:
-    """Mark the choices in the state's output, as `multiple_choice()` does after generating."""
+    """Like `multiple_choice()` after generating."""
     set_choices_based_on_generated_response(state, parse_answers(state, multiple_correct=True))
 
 
@@ -189,13 +180,12 @@ def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
 def cancel_sample(epoch: int) -> None:
     """Cancel a sample without a score. The public API can only end a sample from within.
 
-    A starting sample ends after its start; an unknown sample is ignored.
+    A starting sample ends after its start.
     """
     _interrupt(epoch, "cancel")
 
 
 def score_sample(epoch: int) -> None:
-    """Cancel a sample's solver and tools, and run the scorers."""
     _interrupt(epoch, "score")
 
 
@@ -206,7 +196,6 @@ def _interrupt(epoch: int, action: Literal["cancel", "score"]) -> None:
 
 
 def task_folder(task: Task) -> str:
-    """Return the folder from which a task's relative paths are read."""
     return task_run_dir(task)
 
 
@@ -216,7 +205,7 @@ def overridden_sandbox(task: Task, sandbox: SandboxEnvironmentType) -> SandboxEn
 
 
 async def with_inline_images(sample: Sample) -> Sample:
-    """Inline the images of the input as data URLs. Evals do this only for their first samples."""
+    """Inline the input's images as data URLs. Evals do this only for their first samples."""
     plan = capture_task_input_media([sample])
     return await materialize_sample_input(sample, plan) if plan else sample
 
@@ -235,8 +224,7 @@ def silent_display() -> Generator[None]:
 def without_live_sessions() -> None:
     """Turn off live sessions (ACP), with which editors follow a sample, in this context.
 
-    They cost a tenth of a short episode's CPU time, and have no public switch. Versions of Inspect without
-    the flag keep them.
+    They cost a tenth of a short episode's CPU time, and have no public switch.
     """
     flag: ContextVar[bool] | None = getattr(transport, "_acp_live_active", None)
     if flag is not None:
@@ -246,8 +234,7 @@ def without_live_sessions() -> None:
 class ProcessState:
     """Process state that Inspect's first eval changes: `sys.excepthook`, log levels, root handlers.
 
-    It is captured at construction, for `restore`. Inspect's logger stays at ERROR, because otherwise it
-    writes a trace record of every model call to a file.
+    Inspect's logger stays at ERROR, because otherwise it writes a trace record of every model call to a file.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,9 @@
 """Convert Inspect's samples to JSON, and messages to OpenAI's chat format, in both directions.
 
-`ChatConverter` converts an episode's live model calls, `to_dicts` and `from_dicts` stored conversations.
-
 Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, with its id's type, its None values
 and its sandbox, which pydantic's round trip loses. Text, reasoning and tool arguments survive to the
 character; what cannot be expressed raises UnsupportedError. Conversions take microseconds, Inspect's a
-millisecond, a large part of a short episode's CPU time.
+millisecond.
 """
 
 from __future__ import annotations
@@ -144,7 +142,7 @@ _STOP_REASONS: dict[str, StopReason] = {
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """Convert to JSON values without unset fields. Unknown metadata becomes its `repr`."""
+    """Leaves out unset fields. Unknown metadata becomes its `repr`."""
     held: dict[str, Any] = from_json(to_json(sample, fallback=repr))
     return {name: value for name, value in held.items() if value is not None}
 
@@ -169,7 +167,7 @@ def sample_digest(sample: Sample) -> str:
 
 
 def sample_summary(sample: Sample) -> dict[str, Any]:
-    """Describe the sample for readers that cannot load its task, as JSON values."""
+    """Describe the sample as JSON for readers that cannot load its task."""
     held = {
         "id": sample.id,
         "input": sample.input,
@@ -234,7 +232,7 @@ def to_dicts(messages: Sequence[ChatMessage]) -> list[MessageDict]:
 
 
 def from_dicts(conversation: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Convert stored messages to Inspect messages. Raises UnsupportedError for an unknown role.
+    """Raises UnsupportedError for an unknown role.
 
     Tool arguments that are not a JSON object become `{"raw_text": ...}` with a `parse_error`.
     """
@@ -258,7 +256,7 @@ class ChatConverter:
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> Json:
-        """Build the body of a chat completions request. Raises UnsupportedError with the field."""
+        """Raises UnsupportedError with the field."""
         body: Json = {"model": "policy", "messages": [self._message(message) for message in messages]}
         if tools:
             body["tools"] = [_tool(tool) for tool in tools]
@@ -323,7 +321,7 @@ class ChatConverter:
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
-    """Return a GenerateConfig's request fields, without `unapplied` ones. Raises UnsupportedError."""
+    """Return a GenerateConfig's request fields. Raises UnsupportedError."""
     wanted = _wanted(config)
     _refuse(wanted.keys() - _SENT.keys() - {"response_schema"} - _LEFT_OUT - _INSPECTS_OWN)
     fields = {_SENT[name]: value for name, value in wanted.items() if name in _SENT}
@@ -343,8 +341,8 @@ def unapplied(config: GenerateConfig) -> list[str]:
 def check_for_tinker(config: GenerateConfig, *, applied: Collection[str] = ()) -> list[str]:
     """Return the fields that the trainer decides, as `name=value`, except `applied` ones.
 
-    Raises UnsupportedError for fields that a Tinker environment cannot apply or leave to the trainer, such as
-    several choices or logprobs.
+    Raises UnsupportedError for fields that a Tinker environment cannot apply, such as several choices or
+    logprobs.
     """
     wanted = _wanted(config)
     one = {"num_choices": 1, "best_of": 1, "logprobs": False}
@@ -367,7 +365,6 @@ def _refuse(fields: set[str], values: Mapping[str, Any] | None = None) -> None:
 
 
 def text_of(message: MessageDict) -> str:
-    """Return the text of a stored message, without its images."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -488,8 +485,8 @@ def _assistant_content(message: Mapping[str, Any]) -> str | list[Content]:
 def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
     """Parse a sampled tool call's arguments, and describe any problem. Never raises.
 
-    They must be a JSON object without values that a tool, sandbox or log could not take: lone surrogates, NUL
-    characters, values nested more than 100 deep, integers of thousands of digits.
+    Refused is what a tool, sandbox or log could not take: lone surrogates, NUL characters, values nested more
+    than 100 deep, integers of thousands of digits.
     """
     try:
         arguments = json.loads(raw or "{}")

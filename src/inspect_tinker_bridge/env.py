@@ -1,9 +1,8 @@
 """Tinker environments of Inspect tasks: `InspectEnv`, groups of them, and datasets of groups.
 
-An `InspectEnv` answers a running episode's model calls one `step` at a time; the solver is unchanged.
 Invariants: each observation extends the previous one and its action unless `fork` says otherwise. A failure
-raises TaskFailedError and is never a reward of 0. `cleanup` ends what the trainer left unfinished. A
-dataset's batches depend only on its options, so that a resumed run gets the same ones.
+raises TaskFailedError and is never a reward of 0. A dataset's batches depend only on its options, so that a
+resumed run gets the same ones.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ __all__ = ["EnvOptions", "EnvType", "InspectEnv", "InspectEnvGroupBuilder", "Ins
 logger = logging.getLogger(__name__)
 
 EnvType = Literal["single_turn", "multi_turn", "task"]
-"""`single_turn` is one action and its score, `multi_turn` an agent with bash, python and submit, `task` the
-task's solver."""
+"""`single_turn` takes one action, `multi_turn` adds an agent, `task` runs the task's solver."""
 
 # Other limits keep Inspect's names.
 _STOPS = {
@@ -81,7 +79,7 @@ _STOPS = {
 
 @dataclass(frozen=True)
 class EnvOptions:
-    """Options of a dataset's environments. They are pickled, so functions must be importable."""
+    """They are pickled, so functions must be importable."""
 
     env_type: EnvType = "single_turn"
     max_turns: int = 10
@@ -103,7 +101,7 @@ class EnvOptions:
 
 
 class InspectEnv(Env):
-    """One episode of one sample. It is used once and starts at `initial_observation`.
+    """One episode of one sample, used once. It answers the solver's model calls one `step` at a time.
 
     Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action. Metrics of
     the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks), `format_valid` (1
@@ -120,8 +118,7 @@ class InspectEnv(Env):
         *,
         task: InspectTaskInfo | None = None,
     ) -> None:
-        """`task` is required if the runner has several tasks, and `options.runner` if it has a task with
-        several."""
+        """`task` is required if the runner has several, `options.runner` if it has one several times."""
         self._runner = runner
         self._task = task
         self._sample = sample
@@ -142,15 +139,14 @@ class InspectEnv(Env):
         self.unapplied: set[str] = set()  # Settings that the trainer decides, as `name=value`.
         self.scored: EpisodeReward | None = None
         self.record: EvalSample | None = None
-        """Inspect's record of the episode, even of a failed one, or None before its end."""
+        """Inspect's record, also of a failed episode; None before its end."""
 
     async def initial_observation(
         self,
     ) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         """Start the episode. Returns the prompt of its first model call (token ids) and the stop condition.
 
-        A solver that makes no model call is an episode without an action. Raises TaskFailedError if the
-        solver or a scorer raises, and RunnerError.
+        Raises TaskFailedError if the solver or a scorer raises, and RunnerError.
         """
         run = self._runner.run(
             self._sample,
@@ -189,10 +185,10 @@ class InspectEnv(Env):
         return StepResult(scored.reward, True, nothing, [], metrics=metrics, logs=_logs(outcome))
 
     async def finish(self) -> tuple[float, Metrics]:
-        """Score an episode that the trainer stopped early, ending its solver.
+        """Score an episode that the trainer stopped early.
 
-        Returns the reward that no step has returned yet, and the metrics without `stop/`, which the trainer
-        reports. Raises TaskFailedError if the episode never started, or if the solver or a scorer raises.
+        Returns the reward that no step has returned yet, and the metrics without `stop/`. Raises
+        TaskFailedError if the episode never started, or if the solver or a scorer raises.
         """
         if self._rewarded:
             return 0.0, {}
@@ -207,7 +203,7 @@ class InspectEnv(Env):
         return scored.reward, {name: value for name, value in metrics.items() if not name.startswith("stop/")}
 
     async def abandon(self) -> None:
-        """End the episode without a score. Idempotent; never raises."""
+        """Never raises. Idempotent."""
         if self._episode is not None:
             self._episode.cancel()
             await asyncio.wait({self._episode})
@@ -244,7 +240,7 @@ class InspectEnv(Env):
         return 1 if self._options.env_type == "single_turn" else self._options.max_turns
 
     def _refuse(self) -> None:
-        # The solver called the model once too often. It is scored.
+        # The solver called the model once too often.
         limit = self._allowed_turns
         self._pending.finish(LimitExceededError("custom", value=limit + 1, limit=limit, message="max_turns"))
 
@@ -301,10 +297,7 @@ class InspectEnv(Env):
 
 @dataclass
 class InspectEnvGroupBuilder(EnvGroupBuilder):
-    """Makes one sample's group: `num_envs` episodes to compare. It is used once.
-
-    The process that unpickles it loads the task once.
-    """
+    """Makes one sample's group: `num_envs` episodes to compare. It is used once."""
 
     task: InspectTaskInfo
     sample: Sample
@@ -338,7 +331,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
         return list(await asyncio.gather(*(env.finish() for env in envs)))
 
     async def cleanup(self) -> None:
-        """End running episodes and release the runner. Idempotent; raises nothing."""
+        """End running episodes and release the runner. Never raises. Idempotent."""
         envs, self._envs = self._envs, []
         runner, self._runner = self._runner, None
         try:
@@ -418,8 +411,7 @@ class InspectRLDataset(RLDataset):
     ) -> tuple[InspectRLDataset, InspectRLDataset]:
         """Split off a test set: one epoch of `test_samples` samples drawn with `seed`.
 
-        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError if either would be
-        empty.
+        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError for an empty part.
         """
         require_counts(test_samples=test_samples)
         if not test_samples < len(self._samples):

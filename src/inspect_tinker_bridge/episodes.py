@@ -1,8 +1,8 @@
 """Episodes inside an eval: their model calls, the policies that answer them, and their outcomes.
 
-Invariants: a model call belongs to exactly one episode, found through a context variable in the solver's
-context. A call without one comes from a scorer that grades with the policy. Every call that
-`PendingCalls.generate` accepts is taken by `next_call`, or fails with the limit of `finish`.
+Invariants: a model call belongs to exactly one episode, found through a context variable. A call without one
+comes from a scorer that grades with the policy. Every call that `PendingCalls.generate` accepts is taken by
+`next_call`, or fails with the limit of `finish`.
 """
 
 from __future__ import annotations
@@ -63,15 +63,14 @@ class GenerateRequest:
 class ChatPolicy(Protocol):
     """Answers the model calls of one episode. Calls overlap if the solver makes them concurrently.
 
-    A policy may have a method `count_text_tokens(text) -> int` for agents that count tokens. Otherwise, three
-    bytes of UTF-8 count as a token.
+    It may have a method `count_text_tokens(text) -> int`. Otherwise, three bytes of UTF-8 count as a token.
     """
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Answer one call. Exceptions propagate through the solver.
+        """Answer one call.
 
-        `TaskRunner.run` raises one that ends the episode. `inspect_ai.util.LimitExceededError` ends the
-        solver and lets the scorers run.
+        `TaskRunner.run` raises an exception that ends the episode. `inspect_ai.util.LimitExceededError` ends
+        the solver and lets the scorers run.
         """
         ...
 
@@ -83,10 +82,8 @@ class EpisodeOutcome:
     """By scorer name; empty if the solver or a scorer raised."""
 
     error: str | None
-    """The exception of the solver or a scorer, or None."""
-
     limit: str | None
-    """The limit that ended the solver (`message`, `token`, `turn`, `time`, `custom`...), or None."""
+    """What ended the solver: `message`, `token`, `turn`, `time`, `custom`..."""
 
     messages: list[ChatMessage]
     traceback: str = ""
@@ -114,7 +111,7 @@ class RunningEpisode:
     policy: ChatPolicy
     ended: asyncio.Future[EpisodeOutcome]
     calls: set[asyncio.Task[ModelOutput]] = field(default_factory=set["asyncio.Task[ModelOutput]"])
-    # The policy's last exception, raised to the caller if the episode ends with an error.
+    # The policy's last exception, raised if the episode ends with an error.
     failure: Exception | None = None
     scorer_error: Exception | None = None  # Inspect drops it if the trainer had stopped the episode.
     is_finishing: bool = False  # The solver should end now, or before it begins.
@@ -124,7 +121,7 @@ class RunningEpisode:
     on_record: Callable[[EvalSample], None] = lambda record: None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Ask the policy. Raises EpisodeAbandonedError after the end of the episode."""
+        """Raises EpisodeAbandonedError after the end of the episode."""
         if self.ended.done():
             raise EpisodeAbandonedError("the episode has ended; its model calls are refused")
         call = asyncio.create_task(_answer(self.policy, request))
@@ -158,7 +155,7 @@ class RunningEpisode:
             self.ended.set_result(outcome)
 
     def abandon(self, error: Exception | None = None) -> None:
-        """End without a score. Pending model calls fail with `error` if given, and later ones are refused."""
+        """End without a score. Pending model calls fail with `error` if given; later ones are refused."""
         if not self.ended.done():
             if error is None:
                 self.ended.cancel()
@@ -184,7 +181,6 @@ class PendingCalls:
         count_text_tokens: Callable[[str], int] | None = None,
         on_ignored_limit: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_ignored_limit` is called if the solver continues after the limit of `finish`."""
         self.calls: asyncio.Queue[PendingCall] = asyncio.Queue()
         self.count_text_tokens = count_text_tokens or estimated_tokens
         self._on_ignored_limit = on_ignored_limit
@@ -192,7 +188,7 @@ class PendingCalls:
         self._waiting: set[asyncio.Future[ModelOutput]] = set()
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Queue the call and wait for its reply. Raises the limit after `finish`."""
+        """Raises the limit after `finish`."""
         if self._limit is not None:
             self._on_ignored_limit()
             raise self._limit
@@ -212,7 +208,7 @@ class PendingCalls:
                 reply.set_exception(limit)
 
     async def next_call(self, episode: asyncio.Future[Any]) -> PendingCall | None:
-        """Return the next model call, or None once `episode` has ended."""
+        """None once `episode` has ended."""
         if episode.done():
             return None
         waiter = asyncio.ensure_future(self.calls.get())
@@ -237,7 +233,7 @@ def current_policy() -> ChatPolicy:
 
 @solver
 def bind_episode(episodes: Episodes) -> Solver:
-    """A setup solver that assigns its context's model calls to the sample's episode."""
+    """Make a setup solver that assigns its context's model calls to the sample's episode."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         episode = episodes.get(state.epoch)
@@ -252,7 +248,7 @@ def bind_episode(episodes: Episodes) -> Solver:
 
 
 def guarded(own: Solver) -> Solver:
-    """Wrap a solver so that its exceptions only fail its episode (see `reportable`)."""
+    """Wrap a solver so that its exceptions only fail its episode."""
     if isinstance(own, Sequence):
         return chain([guarded(each) for each in cast("Sequence[Solver]", own)])
 
@@ -322,18 +318,16 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
 
 
 def policy_model(episodes: Episodes, *, allow_self_grading: bool = False) -> Model:
-    """Return the Inspect model that forwards calls to the policy of the calling episode."""
     _price_policy()
     return _made(MODEL_NAME, episodes, allow_self_grading=allow_self_grading)
 
 
 def role_model(episodes: Episodes, role: str) -> Model:
-    """Return the Inspect model of a role that the episodes' policies answer for. Scorers may call it."""
     return _made(f"{MODEL_NAME}-{role}", episodes, allow_self_grading=True, role=role)
 
 
 def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str = "") -> Model:
-    # A unique name keeps `generate(cache=True)` from returning a reply of another run's policy.
+    # Otherwise `generate(cache=True)` could return a reply of another run's policy.
     made = get_model(f"{name}-{uuid4().hex[:12]}", memoize=False)
     if not isinstance(made.api, _PolicyAPI):
         raise TypeError(f"another package registered the model API 'tinkerbridge': {type(made.api)}")
@@ -344,8 +338,7 @@ def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str 
 class _UntimedModel(Model):
     """A model with calls that no GenerateConfig times out, retries or delays.
 
-    It overrides a protected method, because the public API merges the configs of task, solver and call
-    earlier, and `attempt_timeout` would discard a finished reply.
+    The public API merges configs earlier, and `attempt_timeout` would discard a finished reply.
     """
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
@@ -374,7 +367,6 @@ class TuningLeftOut(Model):
 
 @functools.cache
 def refusing_model(role: str) -> Model:
-    """Return an Inspect model that answers with an error in place of a role's model."""
     model = get_model(f"{MODEL_NAME}-without-{role}", memoize=False)
     if isinstance(model.api, _PolicyAPI):
         model.api.instead_of = role

@@ -1,7 +1,4 @@
-"""Find a task's prompt by running the solver up to its first model call.
-
-Neither the policy nor a role's model is called, but a model that the solver names is.
-"""
+"""Find a task's prompt by running the solver up to its first model call."""
 
 from __future__ import annotations
 

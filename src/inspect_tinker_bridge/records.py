@@ -1,7 +1,7 @@
 """Inspect's records of episodes: a log of several (`write_inspect_log`), or a packed transcript of one.
 
 Invariants: a log appears only when it is complete. `pack_transcript` never raises and stays within its
-bounds: long texts are cut first, then events in the middle are left out.
+bounds.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class SavedRollout:
     batch: int | None
     record: EvalSample
     reward: float | None
-    turns: Sequence[tuple[list[int], list[int]]] = ()
-    """The prompt ids and sampled ids of each action."""
+    turns: Sequence[tuple[list[int], list[int]]] = ()  # The prompt ids and sampled ids of each action.
 
 
 def write_inspect_log(path: Path, rollouts: Sequence[SavedRollout]) -> None:
@@ -104,8 +103,7 @@ def _mean_reward(rollouts: Sequence[SavedRollout]) -> EvalResults:
 def pack_transcript(record: EvalSample, max_bytes: int) -> bytes:
     """Return the record as JSON of an `EvalSample` in a zstd frame of at most `max_bytes` bytes.
 
-    Empty if the record cannot be written or is too long even with short texts. As in Inspect's logs,
-    `events_data` has what model calls share.
+    Long texts are cut first, then events in the middle are left out. Empty if that does not suffice.
     """
     try:
         return _packed(record, max_bytes)

@@ -2,9 +2,8 @@
 
 Invariants: text survives to the character, and what a renderer cannot express raises UnsupportedError. An
 action that does not parse becomes text or a failed tool call, never an exception. While the history is
-unmodified, the next prompt is the previous prompt ids + sampled ids + newly rendered ids (`TokenBuffer`), so
-that sampled text is never tokenized again. If the history was modified or the renderer rewrites it, the whole
-prompt is rendered as a fork.
+unmodified, the next prompt is the previous prompt ids + sampled ids + newly rendered ids (`TokenBuffer`).
+Otherwise the whole prompt is rendered as a fork.
 """
 
 from __future__ import annotations
@@ -53,6 +52,7 @@ from inspect_tinker_bridge.errors import UnsupportedError
 UNPARSED = "unparsed_tool_call"  # A tool call that did not parse. Its argument `raw_text` has the text.
 
 
+# In the wording of Qwen and Hermes.
 TOOLS_AS_TEXT = """\
 # Tools
 
@@ -67,7 +67,6 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""  # noqa: E501
-"""The declaration of tools for a renderer without tools, in the wording of Qwen and Hermes."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -83,8 +82,7 @@ class ContinuingRenderer(Renderer):
     ) -> list[int] | None:
         """Return the ids to append to `prompt` and its sampled `action` to generate after `messages`.
 
-        `history` is the conversation of the prompt and the action's message. Returns None if the renderer
-        rewrites the history when the messages follow.
+        None if the renderer rewrites the `history` when the messages follow.
         """
 
 
@@ -254,7 +252,7 @@ def to_model_output(
 ) -> ModelOutput:
     """Build the solver's model output. `truncated`: sampling reached its token limit.
 
-    NUL characters, which no sandbox accepts, become U+FFFD like undecodable bytes.
+    NUL characters, which no sandbox accepts, become U+FFFD.
     """
     calls = _to_inspect_calls(message)
     stop: StopReason = "max_tokens" if truncated else "tool_calls" if calls else "stop"
@@ -375,8 +373,7 @@ Piece: TypeAlias = int | tinker.ModelInputChunk
 class Prompt:
     pieces: list[Piece]
     is_fork: bool
-    """Whether it does not extend the previous prompt and action, because the history was modified, the solver
-    switched conversations, or the renderer rewrites the history."""
+    """The history was modified, the solver switched conversations, or the renderer rewrites the history."""
 
     @property
     def length(self) -> int:
@@ -430,7 +427,7 @@ class TokenBuffer:
         return Prompt(pieces, is_fork=pieces[: len(previous)] != previous)
 
     def record(self, action: list[int], reply: Message) -> None:
-        """Record the action for the last prompt, and `reply`, the solver's message for it."""
+        """Record the action for the last prompt, and the solver's message for it."""
         if self._pending is None:
             raise ValueError("record() needs a prompt; call render() first")
         messages, rendered, pieces = self._pending
@@ -464,7 +461,7 @@ class TokenBuffer:
         return _pieces(self._renderer.build_generation_prompt(messages))
 
     def _splice(self, turn: _Turn, messages: list[Message], rendered: list[Piece]) -> list[Piece] | None:
-        """Return `turn`'s ids plus what follows it in `messages`, or None if `messages` do not extend it."""
+        """Return `turn`'s ids plus what follows it in `messages`, or None if these do not extend it."""
         count = len(turn.messages)
         if isinstance(self._renderer, ContinuingRenderer):
             return self._continued(self._renderer, turn, messages)

@@ -1,9 +1,8 @@
 """`TaskRunner` is a persistent Inspect eval that runs every episode of one or more tasks.
 
-Tasks enter the eval through its `TaskSource`, and samples through each task's `SampleSource`. Invariants:
-every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval do. The end of a
-task leaves other tasks' episodes running. Closing restores the process state. One runner is open at a time,
-because Inspect allows one eval per process.
+Invariants: every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval do. The
+end of a task leaves other tasks' episodes running. Closing restores the process state. One runner is open at
+a time, because Inspect allows one eval per process.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ class TaskRunner:
     async def add(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> None:
         """Add a task with these options, unless the runner has it.
 
-        Raises RunnerError from the cause if the task does not start; other tasks continue.
+        Raises RunnerError if the task does not start; other tasks continue.
         """
         options = options or RunnerOptions()
         entry = next((entry for entry in self._entries if entry.serves(task, options)), None)
@@ -147,9 +146,8 @@ class TaskRunner:
     ) -> EpisodeOutcome:
         """Run one episode of `sample`: the solver, then the scorers.
 
-        `task` selects one of several tasks (None: the first), and `options` one of the options with which the
-        task was added. `on_record` gets Inspect's record of the episode, even if this then raises; an
-        abandoned episode has none.
+        `task` selects one of several tasks (None: the first), and `options` one of its options. `on_record`
+        gets Inspect's record, even if this then raises; an abandoned episode has none.
 
         Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval or the task dies
         or is closed, SandboxError if the sample's sandbox is not available on this machine, SelfGradingError
@@ -210,8 +208,7 @@ class TaskRunner:
                 raise self._error(entry) from self._cause
 
     async def _check_sandbox(self, entry: _TaskEntry, sample: Sample) -> None:
-        # A missing provider would end the task with all its episodes. A Docker engine that was there before
-        # may be restarting.
+        # A missing provider would end the task with all its episodes. A Docker engine may be restarting.
         override = entry.options.sandbox
         own = entry.info.task.sandbox or sample.sandbox
         name = override.sandbox_type if override else own.type if own else None

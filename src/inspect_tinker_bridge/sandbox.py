@@ -63,8 +63,7 @@ class SandboxConfig:
     """An Inspect provider: `docker`, `local` (runs commands on this machine), or one from a package."""
 
     config: str | None = None
-    """The absolute path of the provider's config file, such as a compose file. None uses the task's if it
-    fits."""
+    """The absolute path of the provider's config file. None uses the task's if it fits."""
 
     timeout: int = 120
     """The default time limit of `exec_in_sandbox` in seconds."""
@@ -97,8 +96,7 @@ _OPEN: set[SandboxInstance] = set()
 def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConfig | None) -> bool:
     """Check once that each sandbox can start here; return whether every sample has one.
 
-    Blocks while docker answers. Raises SandboxError, with the remedy, for an unknown provider, a docker
-    engine that does not respond, and a missing compose file or Dockerfile.
+    Blocks while docker answers. Raises SandboxError, with the remedy.
     """
     own = {task.sandbox} if task.sandbox else {sample.sandbox for sample in samples}
     if override is not None:
@@ -120,7 +118,7 @@ def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConf
 def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
     """Return a provider by name. Blocks while docker answers.
 
-    Raises SandboxError if it does not exist, or if docker's engine does not respond.
+    Raises SandboxError for an unknown provider, or if docker's engine does not respond.
     """
     provider = _inspect_private.sandbox_provider(sandbox_type)
     if provider is None:
@@ -140,9 +138,9 @@ async def create_sandbox_for_sample(
 ) -> SandboxInstance:
     """Start a sample's sandboxes, copy its files into the default one and run its setup script.
 
-    `sample` is a Sample or the `info` of an `inspect_dataset_to_hf` row. Without a `sandbox_config`, the
-    sample's sandbox is used; one of the same type without a config file uses the sample's file. Raises
-    SandboxError for an unavailable provider, and the provider's or script's exceptions after a clean-up.
+    `sample` is a Sample or the `info` of an `inspect_dataset_to_hf` row. A `sandbox_config` of the same type
+    without a file uses the sample's. Raises SandboxError, and the provider's or script's exceptions after a
+    clean-up.
     """
     wanted = sample if isinstance(sample, Sample) else sample_of_row(sample)
     sandbox_type, config = _resolve(wanted, sandbox_config)

@@ -1,7 +1,4 @@
-"""Load Inspect tasks, and give an agent to tasks that have none.
-
-Invariant: `load_inspect_task` returns a Task without other holders, and samples with unique ids.
-"""
+"""Load Inspect tasks, and give an agent to tasks that have none."""
 
 from __future__ import annotations
 
@@ -108,7 +105,7 @@ def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
     """Load a task; each call creates a fresh Task.
 
     `task` is a task function, a Task, `file.py@name`, a `file.py` with a single task, or a registered name
-    such as `inspect_evals/gsm8k`. As in Inspect, samples without an id get their position from 1. Raises
+    such as `inspect_evals/gsm8k`. Samples without an id get their position from 1, as in Inspect. Raises
     TaskNotFoundError with the existing names, TaskArgumentsError for arguments that the task does not accept,
     InvalidTaskError for duplicate sample ids or something that is not a task, and the task's exceptions.
     """
@@ -254,8 +251,8 @@ def _describe(task: TaskLike) -> str:
     return f"the task function {getattr(task, '__name__', task)!r}"
 
 
-# The agent of `env_type="multi_turn"`. The task's solver runs unchanged with the whole agent as its
-# `generate()`, so that its treatment of answers, such as marking choices, applies to the submitted one.
+# The task's solver runs unchanged with the agent as its `generate()`, so that its treatment of answers, such
+# as marking choices, applies to the submitted one.
 
 # In the system message.
 SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
