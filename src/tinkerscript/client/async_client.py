@@ -1,6 +1,6 @@
 """`AsyncTinkerScriptClient` is the client for asyncio programs; `sync_client.py` wraps it for all others.
 
-Invariants: any operation may be cancelled at any time, and an episode is given back if its block raises.
+Any operation may be cancelled at any time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class AsyncTinkerScriptClient:
         Args:
             server_url: URL of the interchange server, such as `http://10.0.0.5:10086`.
             client_uuid: Name of this client at the server; a new uuid if None.
-            token: Token of the client role, "" for none. None reads TINKERSCRIPT_CLIENT_TOKEN, or the file in
+            token: Token of the client role, "" for none; by default TINKERSCRIPT_CLIENT_TOKEN, or the file in
                 TINKERSCRIPT_CLIENT_TOKEN_FILE.
             timeout_s: Seconds to retry operations during an outage. None: no limit.
             allow_discard_timeout: Seconds without activity after which a claim's lease expires.
@@ -126,10 +126,9 @@ class AsyncTinkerScriptClient:
     ) -> AsyncClaimedEpisode:
         """Claim an episode, waiting up to `wait_s` seconds for one (None: no limit).
 
-        `pool` selects the trainer's episodes or a client's own (`client.pool`). In an `async with` block, the
-        episode is given back if the block raises, and with `heartbeat` the claim is renewed meanwhile (see
-        `Episode.lost`). Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or
-        RequestRefusedError.
+        `pool` selects the trainer's episodes or a client's own (`client.pool`). An `async with` block gives
+        the episode back if it raises, and with `heartbeat` renews the claim meanwhile (see `Episode.lost`).
+        Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
         (episode,) = await self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
@@ -153,7 +152,6 @@ class AsyncTinkerScriptClient:
     async def claim(
         self, max_episodes: int, episode_type: ClaimType, wait_s: float | None, *, pool: str
     ) -> list[dict[str, Any]]:
-        """Claim like `begin_episodes`, and return the arguments of `Episode`."""
         claiming = self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)
         return [episode_fields(claim, self.settings) for claim in await self._run(claiming)]
 
@@ -169,9 +167,9 @@ class AsyncTinkerScriptClient:
         """Register a group of `group_size` episodes with this `payload` in the client's own `pool`.
 
         `task_id` names the sample. The returned uuids are derived from the pool, `task_id` and `round`, so
-        registering the same group again adds nothing, even from a later process with the same `client_uuid`.
-        Use another `round` for another pass over the samples. Waits while the pool's quota is used up. Raises
-        ValueError, RequestRefusedError (409 if the payload differs), ServerUnreachableError.
+        registering the same group again adds nothing, even from a later process; use another `round` for
+        another pass. Waits while the pool's quota is used up. Raises ValueError, RequestRefusedError (409 if
+        the payload differs), ServerUnreachableError.
         """
         return await self._run(
             self._operations.register_episode(
@@ -216,10 +214,10 @@ class AsyncTinkerScriptClient:
     ) -> None:
         """Hand in the episode's result and return once it is stored. Safe to repeat.
 
-        `rewards`: rewards of single model calls by the `id` of the reply, added to those given to
+        `rewards` are for single model calls by the `id` of the reply, added to those given to
         `Episode.reward`. The episode's reward is their sum plus `reward`, which is then optional. Raises
-        ClaimLostError if the result no longer counts, ValueError for a reward that is missing or above 1e6 in
-        magnitude, ServerUnreachableError or RequestRefusedError.
+        ClaimLostError, ValueError for a reward that is missing or above 1e6 in magnitude,
+        ServerUnreachableError or RequestRefusedError.
         """
         await self._run(
             self._operations.end_episode(
@@ -247,7 +245,7 @@ class AsyncTinkerScriptClient:
     async def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
         """Renew the claim during a long computation without model calls.
 
-        A Runner and an episode's block do this automatically. Returns the same as `can_continue_episode`.
+        A Runner and an episode's block do this automatically.
         """
         return await self._run(self._operations.heartbeat_episode(episode))
 
@@ -265,8 +263,8 @@ class AsyncTinkerScriptClient:
         """Wait up to `wait_s` seconds (None: no limit) for the run to finish; return whether it has.
 
         For programs that work on one episode for long; `begin_episode` notices the end by itself. `report`
-        returns the worker's counts for the server's metrics, every 15 s. Raises RunFailedError if the run
-        fails, RequestRefusedError (404 from a server that is too old) or ServerUnreachableError.
+        returns the worker's counts, every 15 s. Raises RunFailedError, RequestRefusedError (404 from a server
+        that is too old) or ServerUnreachableError.
         """
         return await self._run(self._operations.await_run_end(wait_s, report))
 
@@ -317,7 +315,7 @@ class AsyncTinkerScriptClient:
             await self._http.aclose()
 
     def reopen(self) -> None:
-        """Drop connections and event loop after a fork, because they belong to the parent."""
+        """After a fork, connections and event loop belong to the parent."""
         self._http, self._closing = None, asyncio.Event()
 
     async def __aenter__(self) -> AsyncTinkerScriptClient:

@@ -1,9 +1,7 @@
 """`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it during a rollout.
 
 Invariants: a lease changes once, from held to lost or settled. While a result is being handed in, a
-heartbeat's "lost" is ignored, because the answer to the result decides. A claim is renewed while its
-`holding` block runs, with at most `MAX_IN_FLIGHT` requests per `Heartbeats`; once it is lost, its holder is
-notified once.
+heartbeat's "lost" is ignored, because the answer to the result decides.
 """
 
 from __future__ import annotations
@@ -60,7 +58,6 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """Whether the claim was lost, ended or given back."""
         return self._settled or bool(self._lost_because)
 
     def lose(self, reason: str) -> None:
@@ -104,10 +101,10 @@ class Episode:
 
     episode_uuid: str
     attempt: int
-    """The number of this claim of the episode, from 1."""
+    """Which claim of the episode this is, from 1."""
 
     payload: dict[str, Any]
-    """The JSON that the trainer registered, with for example `payload["sample"]["input"]`."""
+    """The JSON that the trainer registered, such as `payload["sample"]["input"]`."""
 
     episode_type: EpisodeType
     group_id: str
@@ -128,14 +125,14 @@ class Episode:
     """Seconds after which the claim ends regardless; 0 if the server did not say."""
 
     max_transcript_bytes: int = 0
-    """The longest transcript that the server accepts for this claim; 0 if it accepts none."""
+    """The longest transcript that the server accepts; 0 if it accepts none."""
 
     roles: tuple[str, ...] = ()
     """Names for `model`, in addition to the policy's."""
 
     run: str = ""
     traceparent: str = ""
-    """W3C trace context for the `traceparent` header of model calls; empty without tracing."""
+    """W3C trace context for model calls; empty without tracing."""
 
     server_url: str = ""
     """The claim's other endpoints; the gateway process only answers model calls."""
@@ -153,13 +150,13 @@ class Episode:
     def lost(self) -> bool:
         """Whether the server said that a result of this claim no longer counts.
 
-        Heartbeats and requests about the claim update it. In a long computation, poll it or call `check`. An
-        `async with` block is cancelled when a heartbeat learns of the loss, and raises ClaimLostError.
+        In a long computation, poll it or call `check`. An `async with` block is cancelled when a heartbeat
+        learns of the loss, and raises ClaimLostError.
         """
         return bool(self.lease.lost_because)
 
     def model(self, role: str = POLICY) -> EpisodeModelAddress:
-        """Return the address of a role's model, such as `episode.model("judge")`; by default the policy's."""
+        """Return the address of a role's model, such as `episode.model("judge")`."""
         return EpisodeModelAddress(self.openai_base_url, self.openai_api_key, role)
 
     def reward(self, call: str, reward: float) -> Any:
@@ -189,7 +186,7 @@ class Episode:
 
 
 def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, Any]:
-    # Servers of the first version do not report the lease; they use the client's.
+    # The server's first version did not report the lease.
     return {
         "episode_uuid": claim.episode_uuid,
         "attempt": claim.attempt,
@@ -218,16 +215,15 @@ def heartbeat_interval_s(episode: Episode) -> float:
 class HeldClaim:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
+        # On the event loop, when a heartbeat learns that the claim is lost.
         self.on_lost: Callable[[], None] | None = None
-        """Called on the event loop when a heartbeat learns that the claim is lost."""
-
         self.is_open = True
         self.timer: asyncio.TimerHandle | None = None
         self.beat: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def cancelling_the_block(self) -> AsyncGenerator[None]:
-        """Cancel this block when a heartbeat learns that the claim is lost; it then raises ClaimLostError."""
+        """Raises ClaimLostError when a heartbeat learns that the claim is lost."""
         scope = asyncio.timeout(None)  # It cancels the block and recognizes its own cancellation.
         try:
             async with scope:
@@ -337,8 +333,7 @@ def as_output(result: object) -> WorkflowOutput:
 
 
 async def run_rollout(rollout: RolloutFunction, held: HeldClaim) -> object:
-    """Run `rollout` for a held episode. Raises its exceptions, or ClaimLostError if a heartbeat learns of
-    that."""
+    """Raises the rollout's exceptions, or ClaimLostError if a heartbeat learns of that."""
     if _is_async(rollout):
         result: object = None
         async with held.cancelling_the_block():

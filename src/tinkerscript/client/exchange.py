@@ -1,9 +1,7 @@
 """Requests to the interchange server without the I/O: retries, refusals, lost claims.
 
 An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, receives the `Reply`
-(None after a `Wait`), and returns the operation's result.
-
-Invariant: an operation either returns what the server stored or raises.
+(None after a `Wait`), and returns the operation's result, or raises.
 """
 
 from __future__ import annotations
@@ -80,7 +78,6 @@ class Response:
 
     @property
     def reason(self) -> str:
-        """The message of a refusal, or the beginning of any other body."""
         try:
             return RefusalResponse.model_validate_json(self.body).failure_reason
         except ValidationError:
@@ -90,7 +87,7 @@ class Response:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds from the Retry-After header; None if it is missing or a date."""
+        # None if it is missing or a date.
         try:
             seconds = float(self.headers.get("retry-after", ""))
         except ValueError:
@@ -112,7 +109,6 @@ class Timing:
     uniform: Callable[[float, float], float] = random.uniform
 
     def delay(self, failures: int, retry_after_s: float | None = None) -> float:
-        """Return the seconds before the next try: the server's wish or exponential backoff, with jitter."""
         if retry_after_s is not None:
             return min(retry_after_s, MAX_RETRY_AFTER_S) * self.uniform(1.0, 1.25)
         return min(_FIRST_DELAY_S * 2.0 ** min(failures, 16), _MAX_DELAY_S) * self.uniform(0.5, 1.0)
@@ -123,8 +119,8 @@ def respond(
 ) -> Operation[Response]:
     """Send `request` until the server gives a definite response.
 
-    Tries at least every `max_delay_s` seconds. Raises ServerUnreachableError after `timeout_s` seconds
-    without an available server (None: never).
+    Tries at least every `max_delay_s` seconds. Raises ServerUnreachableError after `timeout_s` seconds (None:
+    never).
     """
     failures, failing_since, warn_at = 0, 0.0, 0.0
     while True:
@@ -150,8 +146,7 @@ def respond(
 
 
 def read(response: Response, parse: Callable[[bytes], T], *, may_lose_claim: bool = False) -> T:
-    """Parse a successful response. Raises RequestRefusedError for others, or ClaimLostError if
-    `may_lose_claim`."""
+    """Raises RequestRefusedError, or ClaimLostError if `may_lose_claim`, unless the response is a success."""
     if response.status >= 300:
         if may_lose_claim and response.status in LOST_CLAIM:
             raise ClaimLostError(response.reason)

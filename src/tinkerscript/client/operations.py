@@ -1,11 +1,8 @@
 """The client's requests to the interchange server, one `Operation` per method, without I/O.
 
-Both clients run these; they only send, sleep, and pass replies on.
-
 Invariant: operations may be repeated. A claim keeps its `claim_request_id` until it has a definite answer, so
 a retry returns the claim whose reply was lost. Uuids of registered episodes are derived from the pool, the
-task id, the round and the place in the group, so registering a group again, even from another process, gives
-the same group.
+task id, the round and the place in the group, so registering a group again gives the same group.
 """
 
 from __future__ import annotations
@@ -113,10 +110,7 @@ class Operations:
         *,
         pool: str = TRAINER_POOL,
     ) -> Operation[list[EpisodeClaim]]:
-        """Ask for episodes until there is at least one.
-
-        Raises NoEpisodeError after `wait_s` seconds, and RunFinishedError if there will be none.
-        """
+        """Raises NoEpisodeError after `wait_s` seconds, and RunFinishedError if there will be no episode."""
         if wait_s is not None and not wait_s >= 0:
             raise ValueError(f"wait_s must be a number of seconds or None, got {wait_s!r}")
         started, empty, left_s = self.timing.clock(), 0, wait_s
@@ -147,10 +141,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[list[str]]:
-        """Register a group's episodes one by one, and return their uuids.
-
-        Raises ValueError for an empty or long task id, or a group size below 1.
-        """
+        """Raises ValueError for an empty or long task id, or a group size below 1."""
         group = self._group(task_id, payload, group_size=group_size, episode_type=episode_type, round=round)
         for message in group:
             yield from self._ask(post("/register_episode", message), _read_success)
@@ -164,10 +155,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[dict[str, list[str]]]:
-        """Register a group per sample (task id -> payload), many per request.
-
-        Waits while a quota is used up. Raises like `register_episode`, naming the refused episodes.
-        """
+        """Waits while a quota is used up. Raises like `register_episode`, naming the refused episodes."""
         groups = {
             task_id: self._group(
                 task_id, payload, group_size=group_size, episode_type=episode_type, round=round
@@ -261,10 +249,7 @@ class Operations:
         yield from self._settle(episode, request, within_s)
 
     def give_back(self, episode: Episode, error: BaseException) -> Operation[None]:
-        """Abort the episode of a program that raised `error`.
-
-        An interruption is quick and does not count as a failure.
-        """
+        """Abort the episode of a program that raised `error`. An interruption does not count as a failure."""
         if isinstance(error, Exception | SystemExit):
             within_s = LAST_REQUEST_S if isinstance(error, SystemExit) else None
             return self.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
@@ -276,10 +261,8 @@ class Operations:
         return _mark_lost(episode, reply)
 
     def heartbeat_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
-        """Renew one claim. A lost claim is a normal answer here, not an error.
-
-        During an outage, requests are sent at least as often as the lease requires.
-        """
+        """Renew one claim. A lost claim is a normal answer here, not an error."""
+        # During an outage, requests are sent at least as often as the lease requires.
         response = yield from respond(
             _claim_request("/heartbeat_episode", episode),
             timeout_s=self.settings.timeout_s,
@@ -339,10 +322,7 @@ class Operations:
     def await_run_end(
         self, wait_s: float | None, report: Callable[[], WorkerReport] | None = None
     ) -> Operation[bool]:
-        """Wait up to `wait_s` seconds (None: no limit) for the run to finish; return whether it has.
-
-        Each request includes the client's `report`. Raises RunFailedError.
-        """
+        """Return whether the run finished within `wait_s` seconds. Raises RunFailedError."""
         longest_s = LONG_POLL_S if report is None else REPORT_S
         started, asked = self.timing.clock(), 0
         while True:
@@ -386,7 +366,6 @@ class Operations:
     def _settle(
         self, episode: Episode, request: HttpRequest, within_s: float | None = None
     ) -> Operation[None]:
-        """Hand in a result or an abort. A ClaimLostError also marks the lease as lost."""
         timeout_s = self.settings.timeout_s
         if within_s is not None:
             request, timeout_s = replace(request, timeout_s=min(request.timeout_s, within_s)), within_s

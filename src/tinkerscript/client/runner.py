@@ -1,7 +1,7 @@
 """`Runner` runs a rollout function over the server's episodes, several at a time, until stopped.
 
 Invariant: every claim is renewed while it is worked on, and then ended, aborted with a reason, or known to be
-lost. The run waits while the server restarts, and ends when the trainer has finished.
+lost.
 """
 
 from __future__ import annotations
@@ -106,21 +106,20 @@ class Runner:
     ) -> None:
         """Configure a run. Raises ValueError for a number out of range.
 
-        If its claim is lost, an async rollout is cancelled. A plain function cannot be stopped and keeps its
-        slot until it returns, but its model calls are refused, and it can check `episode.lost` or call
-        `episode.check()`.
+        If its claim is lost, an async rollout is cancelled. A plain function cannot be stopped, but its model
+        calls are refused, and it can check `episode.lost` or call `episode.check()`.
 
         Args:
             rollout: The function to run for each episode, plain or async.
             client: The server and identity to use. The run opens its own connections.
             concurrency: Episodes at a time.
             episode_type: Which episodes to claim.
-            pool: Whose episodes to claim: the trainer's, or a client's own (`client.pool`).
+            pool: The trainer's episodes, or a client's own (`client.pool`).
             max_episodes: Claim at most this many. None: no limit.
             should_stop: Called before each claim; True ends the run.
             grace_s: Seconds for running episodes to finish after a stop.
             give_up_after_s: Seconds to wait for an unreachable server. None: no limit.
-            summary_every_s: Seconds between log lines that summarize the run, while it changes.
+            summary_every_s: Seconds between log lines that summarize the run.
         """
         if concurrency < 1 or (max_episodes is not None and max_episodes < 1):
             raise ValueError(f"concurrency={concurrency} and max_episodes={max_episodes} must be at least 1")
@@ -146,7 +145,7 @@ class Runner:
         self.has_failed = False
         self._idle = 0
 
-        # Distinguishes this run's counts from those of other runs with the same client.
+        # Other runs may use the same client.
         self._process = uuid4().hex
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
@@ -163,11 +162,11 @@ class Runner:
         self._stopping.set()
 
     async def run(self) -> RunStatistics:
-        """Work until stopped, until `max_episodes` are done or the run finishes, or until the server is gone
-        too long.
+        """Work until stopped, until `max_episodes` are done or the run finishes, or the server is gone too
+        long.
 
         Raises ServerUnreachableError or RequestRefusedError if no episode can be claimed, and WrongTaskError
-        if the rollout raises it; that episode is handed back.
+        if the rollout raises it.
         """
         async with self._client.with_timeout(self._give_up_after_s) as client:
             heartbeats = Heartbeats(client.heartbeat_episode)
@@ -197,8 +196,7 @@ class Runner:
             before, since = now, at
 
     async def _watch_for_the_end(self, client: AsyncTinkerScriptClient) -> None:
-        # All slots may be busy when the run finishes, and the server may exit soon. The next claim reports
-        # errors.
+        # All slots may be busy when the run finishes. The next claim reports errors.
         with suppress(RequestRefusedError, ServerUnreachableError):
             try:
                 if await client.await_run_end(report=self._report):
@@ -241,7 +239,6 @@ class Runner:
         await self._wind_down(pending & set(slots))
 
     async def _wind_down(self, running: set[asyncio.Task[Any]]) -> None:
-        """Let a claim in flight arrive and claimed episodes finish, within the grace period."""
         first_s = min(_POLL_S + 1.0, self._grace_s)
         if running:
             _, running = await asyncio.wait(running, timeout=first_s)
@@ -422,8 +419,8 @@ async def stopped_by_signals(
 ) -> RunStatistics:
     """Run `runner`; on the main thread, SIGTERM and SIGINT stop it gracefully.
 
-    SIGINT leaves episodes `INTERRUPT_GRACE_S` seconds. `first` is called with the first signal and `second`
-    with the next, even while a rollout blocks the event loop; by default, the second has its usual effect.
+    `first` is called with the first signal and `second` with the next, even while a rollout blocks the event
+    loop; by default, the second has its usual effect.
     """
     loop = asyncio.get_running_loop()
     received = list[signal.Signals]()

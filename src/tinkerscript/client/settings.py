@@ -79,7 +79,7 @@ class ClientSettings:
 
 
 def checked_url(url: str) -> str:
-    """Strip a trailing slash. Raises ValueError if `url` is not an HTTP URL."""
+    """Raises ValueError if `url` is not an HTTP URL."""
     url = url.strip().rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"server_url must start with http:// or https://, got {url!r}")
@@ -89,7 +89,7 @@ def checked_url(url: str) -> str:
 def url_of_run(folder: Path) -> str:
     """Read the URL of the run's server from `server.json`. Raises ValueError if no server runs.
 
-    A file that another user owns is refused: a downloaded folder could name the server that gets the token.
+    Another user's file is refused, because it could name a server that should not get the token.
     """
     path = folder / "server.json"
     try:
@@ -130,7 +130,7 @@ def make_settings(
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     ca_file: str | None = None,
 ) -> ClientSettings:
-    """Fill in defaults from the environment. Raises ValueError for a bad URL or token file."""
+    """Raises ValueError for a bad URL or token file."""
     return ClientSettings(
         checked_url(server_url),
         client_uuid or uuid4().hex,
@@ -147,12 +147,11 @@ def settings_from_env(environ: Mapping[str, str] = os.environ) -> ClientSettings
 
 
 def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Raises ValueError for a token file that is empty or cannot be read."""
     return role_token(TOKEN, environ)
 
 
 def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the token in the variable `name`, or in the file named by `<name>_FILE`, or None.
+    """Return the token in the variable `name`, or in the file named by `<name>_FILE`.
 
     Raises ValueError for a token file that is empty or cannot be read.
     """

@@ -1,9 +1,7 @@
 """`TinkerScriptClient` is the client for ordinary, blocking programs.
 
-It runs an `AsyncTinkerScriptClient` on an event loop in its own thread, so that the two cannot differ.
-
-Invariants: an interrupted call leaves nothing on the loop, and closing a client ends the waits of other
-threads.
+It runs an `AsyncTinkerScriptClient` on an event loop in its own thread, so that the two cannot differ. An
+interrupted call leaves nothing on the loop, and closing a client ends other threads' waits.
 """
 
 from __future__ import annotations
@@ -100,10 +98,9 @@ class TinkerScriptClient:
     ) -> ClaimedEpisode:
         """Claim an episode, waiting up to `wait_s` seconds for one (None: no limit).
 
-        `pool` selects the trainer's episodes or a client's own (`client.pool`). In a `with` block, the
-        episode is given back if the block raises, and with `heartbeat` the claim is renewed meanwhile (see
-        `Episode.lost`). Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or
-        RequestRefusedError.
+        `pool` selects the trainer's episodes or a client's own (`client.pool`). A `with` block gives the
+        episode back if it raises, and with `heartbeat` renews the claim meanwhile (see `Episode.lost`).
+        Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
         (episode,) = self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode

@@ -227,7 +227,7 @@ _REFUSALS = (
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
-    """Rewrite a conversation for a template without tools, with declarations in the first message of `role`."""
+    """Rewrite a conversation for a template without tools. The first message of `role` declares them."""
     written: list[ChatMessage] = []
     for number, message in enumerate(messages):
         text = message.get("content") or ""

@@ -2,8 +2,7 @@
 
 Invariants: ids are read, never guessed, from the first of `SOURCES` that the server reported. Sources must
 agree, and ids and logprobs must have the same length. Raw vocabulary pieces (`Ġhello`) become ids only if the
-caller declares that the server sends them, or with proof (`ids_of_pieces`). What cannot be a sample is
-refused: an impossible logprob, an id beyond the vocabulary, an aborted reply.
+caller declares them, or with proof (`ids_of_pieces`). What cannot be a sample is refused.
 """
 
 from __future__ import annotations
@@ -82,8 +81,8 @@ def read_choice(
     """Read the tokens of a choice, an `openai` object or a dictionary of OpenAI's shape.
 
     `response`: the reply around it, where some servers put ids. `tokenizer`: allows vocabulary pieces as a
-    last resort. `raw_pieces`: the server is known to send pieces. `vocabulary`: number of the model's ids.
-    Raises AlignmentError saying what is missing or wrong, or which sources disagree.
+    last resort. `raw_pieces`: the server sends pieces. `vocabulary`: number of the model's ids. Raises
+    AlignmentError saying what is missing or wrong.
     """
     plain, around = as_plain(choice), plain_or_empty(response)
     ids, source = _reported_ids(plain) or _read_pieces(plain, tokenizer, declared=raw_pieces)
@@ -119,7 +118,7 @@ def read_stop_reason(choice: Any) -> StopReason:
 
 
 def as_plain(value: Any) -> Mapping[str, Any]:
-    """Convert a pydantic object (such as `openai`'s) to a dictionary with its extra fields.
+    """Convert a pydantic object (such as `openai`'s) to a dictionary, with its extra fields.
 
     Raises AlignmentError for anything but a pydantic object or a mapping.
     """
@@ -143,10 +142,7 @@ def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntAr
 
 
 def _logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
-    """Logprobs of the sampled tokens, float32 [R]; None if the choice has none.
-
-    Raises AlignmentError for values that are not the logarithm of a probability.
-    """
+    """float32 [R], or None. Raises AlignmentError for values that are not the logarithm of a probability."""
     logprobs = _section(choice, "logprobs")
     if logprobs.get("content"):
         values = [entry.get("logprob") for entry in logprobs["content"]]
@@ -226,13 +222,12 @@ def ids_of_pieces(
 
     `text` is the reply's text without special tokens. A string may be a piece or decoded text, which look
     alike: 'é' is the text of one token and the piece of the byte 0xE9. So the ids must decode to `text`, and
-    the strings must spell it differently, which decoded text would not. With `declared`, the server is known
-    to send pieces, and the strings need not differ.
+    the strings must spell it differently, unless they are `declared` to be pieces.
 
     With byte-level BPE this is proof: decoded text, read as a piece, stands for the same or fewer characters,
-    so the ids decode to the reply's text only if every string stands for the same characters both ways, and
-    then it spells one piece. With SentencePiece two pieces may decode alike (`A` and `<0x41>`; `▁a` and `a`
-    at the start), so a string with such a twin is refused.
+    so the ids decode to the reply's text only if every string stands for the same characters both ways. With
+    SentencePiece two pieces may decode alike (`A` and `<0x41>`; `▁a` and `a` at the start), so a string with
+    such a twin is refused.
     """
     ids = [_id_of(piece, tokenizer) for piece in strings]
     if declared:

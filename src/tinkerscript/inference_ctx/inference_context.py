@@ -10,9 +10,9 @@
 It owns the chat template, so that no environment can bypass it. Modeled on Marin's `InferenceContext`
 (github.com/marin-community/marin, issue 1744).
 
-Invariants: prompt ids that the server reports take precedence over a local rendering, and differences are
-counted. Sampled ids are read from the reply (`choices`), or the choice is refused. Everything in a request
-that changes the sampled distribution is on the call, or makes its tokens constrained.
+Invariants: the server's prompt ids take precedence over a local rendering, and differences are counted.
+Sampled ids are read from the reply, or the choice is refused. Everything in a request that changes the
+sampled distribution is on the call, or makes its tokens constrained.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PromptFormat = Literal["chat_template", "plain"]
 RequestParameters = Mapping[str, Any]
 """By their names on the wire. Those in `extra_body` count too."""
 
-# They force or forbid tokens, or change their probabilities one by one.
+# They force or forbid tokens, or change their probabilities.
 _GRAMMARS = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("allowed_token_ids", "bad_words", "logit_bias", "json_schema", "regex", "ebnf", "structural_tag"),
@@ -91,10 +91,10 @@ class InferenceResponse:
 
 class InferenceTurn(NamedTuple):
     prompt: PromptLike
-    """Everything the model saw: the whole conversation so far."""
+    """The whole conversation so far."""
 
     choice: Any
-    """The selected choice, as an `openai` object or a dictionary."""
+    """An `openai` object or a dictionary."""
 
     response: Any = None
     """The reply around it, where some servers report the prompt's ids."""
@@ -123,10 +123,9 @@ class InferenceContext:
     ) -> None:
         """`tokenizer` is the served model's, with Hugging Face's methods.
 
-        `raw_pieces`: the server sends vocabulary pieces (`Ġhello`) as token texts, as Levanter's does.
-        `vocabulary`: the number of the model's ids, if it exceeds the tokenizer's. `template_args`: for every
-        rendering of the chat template. `logprob_kind` and `temperature` describe the logprobs of requests
-        that do not say.
+        `raw_pieces`: the server sends vocabulary pieces (`Ġhello`), as Levanter does. `vocabulary`: the
+        number of the model's ids, if it exceeds the tokenizer's. `template_args`: for the chat template.
+        `logprob_kind` and `temperature` describe the logprobs of requests that do not say.
         """
         self.tokenizer: Any = tokenizer
         self.warnings: Counter[str] = Counter()
@@ -175,18 +174,15 @@ class InferenceContext:
         return read_ids(ids, "the rendered prompt")
 
     def response_tokens_from_choice(self, choice: Any) -> IntArray:
-        """Read the sampled ids, int32 [R].
-
-        Raises AlignmentError without ids, unless the token texts are proven to be vocabulary pieces.
-        """
+        """Read the sampled ids, int32 [R]. Raises AlignmentError without ids."""
         return self.tokens_from_choice(choice).ids
 
     def logprobs_from_choice(self, choice: Any) -> FloatArray:
-        """Read the sampled tokens' logprobs, float32 [R]. Raises AlignmentError if there are none."""
+        """Read the logprobs, float32 [R]. Raises AlignmentError if there are none."""
         return _needed(self.tokens_from_choice(choice).logprobs)
 
     def tokens_from_choice(self, choice: Any, response: Any = None) -> ChoiceTokens:
-        """Read ids and their source, logprobs, and the prompt's ids. Raises AlignmentError."""
+        """Read ids, logprobs, and the prompt's ids. Raises AlignmentError."""
         return read_choice(
             choice,
             response=response,
@@ -227,7 +223,7 @@ class InferenceContext:
     ) -> Rollout:
         """Make a rollout of one prompt and one choice. Keyword arguments are as in `InferenceTurn`.
 
-        Raises AlignmentError for a choice with missing, wrong or contradictory ids or logprobs.
+        Raises AlignmentError for missing, wrong or contradictory ids or logprobs.
         """
         turn = InferenceTurn(prompt, choice, response, tools, request)
         (rollout,) = self.create_rollouts_from_turns([turn], env_name, env_example_id, reward)
@@ -239,7 +235,7 @@ class InferenceContext:
         """Make the training sequences of a conversation: one, if each prompt extends everything before it.
 
         A prompt that does not (edited history, thinking stripped by the template) starts a new sequence.
-        Every sampled token is in exactly one, after the prefix it was sampled under. Raises AlignmentError.
+        Every sampled token is in exactly one. Raises AlignmentError.
         """
         calls = [self._call(turn, env_example_id) for turn in turns]
         rollouts = merge_calls(calls, episode_uuid=env_example_id)
@@ -283,10 +279,7 @@ class InferenceContext:
         return self._is_plain or bool(getattr(self.tokenizer, "chat_template", None))
 
     def _prompt_ids(self, turn: InferenceTurn, tokens: ChoiceTokens) -> IntArray:
-        """The server's prompt ids, or a local rendering if it reports none.
-
-        Raises AlignmentError if the caller sent ids and the server reports others.
-        """
+        """Raises AlignmentError if the caller sent ids and the server reports others."""
         theirs = tokens.prompt_ids
         if theirs is not None and not len(theirs):
             raise AlignmentError("the server reports an empty prompt")

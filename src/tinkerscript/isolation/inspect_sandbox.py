@@ -45,15 +45,14 @@ class BubblewrapSettings(ResourceLimits):
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of every command, unless it overrides them."""
 
-    working_dir: str = WORK
-    """The folder in which commands run, created if needed. It must not be a system folder."""
+    working_dir: str = WORK  # Created if needed. It must not be a system folder.
 
     def __hash__(self) -> int:
         # Inspect keeps settings in sets.
         return hash(self.model_dump_json())
 
 
-# Meaningless here: programs come from this machine, and there is no network and no processor limit.
+# Meaningless here: programs come from this machine, without a network or a processor limit.
 _NOT_OF_IMAGES = {
     *("build", "command", "cpus", "entrypoint", "hostname", "image", "init", "network_mode", "platform"),
     *("pull_policy", "restart", "stop_grace_period", "x_default"),
@@ -63,7 +62,7 @@ _HONORED = {"environment", "mem_limit", "pids_limit", "working_dir"}
 
 
 def settings_of(config: SandboxEnvironmentConfigType | None) -> BubblewrapSettings:
-    """Return a sample's settings, also from a Compose file with one service, as in Harbor's tasks.
+    """Accepts a Compose file with one service, as in Harbor's tasks.
 
     Raises IsolationError for settings that cannot be honored.
     """
@@ -106,7 +105,7 @@ def _mib(size: str) -> int:
 
 
 def _variables(given: list[str] | dict[str, str | None] | None) -> dict[str, str]:
-    # Compose would take a variable without a value from this machine, which must not leak into the sandbox.
+    # Compose would take a variable without a value from this machine.
     if isinstance(given, dict):
         return {name: value for name, value in given.items() if value is not None}
     pairs = [text.partition("=") for text in given or []]
@@ -168,7 +167,7 @@ class BubblewrapSandbox(SandboxEnvironment):
     ) -> ExecResult[str]:
         if user not in _USERS:
             raise SandboxUserUnsupportedError(f"user: this sandbox only has 'agent', not {user!r}")
-        # Processes in the command's group end with it, others at the latest with the sandbox.
+        # Processes in the command's group end with it.
         limited = cmd if timeout is None else ["timeout", "--kill-after=2s", f"{timeout}s", *cmd]
         started = time.monotonic()
         result = await subprocess(
@@ -179,7 +178,7 @@ class BubblewrapSandbox(SandboxEnvironment):
             concurrency=concurrency,
         )
         if result.returncode < 0:
-            # `nsenter` dies of its command's signal, which a shell would report as 128 + its number.
+            # A shell would report a death by signal as 128 + its number.
             result.returncode = 128 - result.returncode
         if timeout is not None and result.returncode in _TIMED_OUT and time.monotonic() - started >= timeout:
             raise TimeoutError(f"the command took longer than {timeout} s and was ended")

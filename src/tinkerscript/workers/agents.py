@@ -2,10 +2,10 @@
 
 Each episode starts a `bubblewrap` sandbox with the sample's files and setup, and runs the agent in `/work`
 with the sample's input as its prompt. Then all processes end, and the task's scorers run in the same sandbox
-with a fresh home, without the agent's programs or the model. Before scoring, each file in a sample's metadata
-`tests` is restored from the sample's `files`, or removed if it is not there.
+with a fresh home, without the agent's programs or the model. First, each file in a sample's metadata `tests`
+is restored from the sample's `files`, or removed.
 
-Agents are found on the PATH. To add one, write its `CodingAgent` and add it to `AGENTS`.
+To add an agent, write its `CodingAgent` and add it to `AGENTS`.
 
 Sources: the programs' help and documentation; Claude Code 2.1, Codex CLI 0.169, mini-swe-agent 2.4, opencode
 1.18.
@@ -44,14 +44,14 @@ from tinkerscript.workers.model_relay import AgentRelay
 
 PORT = 8000  # The model's, on the agent's loopback interface.
 MAX_OUTPUT_BYTES = 4 * 2**20  # Kept from the end of an agent's output.
-OF_A_CLAIM = 0.9  # Of its lifetime, for the agent. The rest is for scoring.
+OF_A_CLAIM = 0.9  # The agent's part of the claim's lifetime. The rest is for scoring.
 TESTS = "tests"
 
 
 class AgentTask(InspectTask):
     def __init__(self, name: str, agent: str, time_limit_s: float, /, **args: Any) -> None:
-        """Raises ConfigError for an invalid task or metadata `tests` that is not a list of paths, and
-        WorkerError for an agent that is unknown or not installed."""
+        """Raises ConfigError for an invalid task or `tests`, and WorkerError for an agent that is not
+        installed."""
         super().__init__(name, **args)
         program = agent_named(agent)
         installation_of(program)
@@ -134,8 +134,8 @@ async def run_agent(
 ) -> AgentRun:
     """Restart the sandbox and run the agent in its folder `/work`.
 
-    Raises WorkerError for an agent that is not installed, made no model call, or ended with a call that the
-    gateway does not support; ClaimLostError; IsolationError.
+    Raises WorkerError for an agent that is not installed, made no model call, or ended with an unsupported
+    call; ClaimLostError; IsolationError.
     """
     if len(prompt.encode()) > MAX_PROMPT_BYTES:
         raise WorkerError(
@@ -168,7 +168,7 @@ async def run_agent(
 
 
 def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
-    # No program of the agent has run yet, so no links can be in the way.
+    # No program of the agent has run yet, so no links are in the way.
     for name, text in agent.home_files(job).items():
         path = Path(f"{sandbox.root}{HOME}") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -346,7 +346,7 @@ class Installation:
 
 
 def installation_of(agent: CodingAgent) -> Installation:
-    """Find an agent's program on the PATH. Raises WorkerError."""
+    """Raises WorkerError for an agent that is not on the PATH."""
     found = shutil.which(agent.program)
     if found is None:
         raise WorkerError(f"{agent.program!r} is not on the PATH; docs/agents.md shows how to install it")

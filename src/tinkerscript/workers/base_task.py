@@ -1,14 +1,12 @@
 """`Task` is the interface of every kind of environment, and `load_task` makes one from its name.
 
-The trainer asks a task for its samples and never runs one. A worker gets a sample with each episode, and runs
-it with that episode's `EpisodeModel`.
+The trainer asks a task for its samples and never runs one. A worker runs a sample with its episode's
+`EpisodeModel`.
 
 `verifiers:ENV` is a task of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and every
-other name is one of Inspect's. Kinds are entries of `TASK_KINDS`, or entry points of installed packages in
-the group `tinkerscript.tasks`.
+other name is one of Inspect's. Kinds are in `TASK_KINDS`, or entry points in the group `tinkerscript.tasks`.
 
-Invariants: a rollout that cannot be scored raises; it never returns a reward for a failure. A kind's packages
-are imported only for its tasks.
+Invariant: a rollout that cannot be scored raises; it never returns a reward for a failure.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ if TYPE_CHECKING:  # This needs aiohttp, which the extras of the kinds install.
 
 __all__ = ["EpisodeModel", "Task", "TaskSample", "named_scores"]
 
-# Between the first evaluation seed of generated samples and the first training seed.
+# From the first training seed to the first evaluation seed of generated samples.
 HELD_OUT_SEED = 1_000_000
-TRANSCRIPT_S = 10.0  # Sending a transcript may delay the end of its episode this long.
+TRANSCRIPT_S = 10.0  # For sending a transcript at the end of its episode.
 TaskSample: TypeAlias = Mapping[str, JsonValue]
 """One problem as JSON.
 
@@ -71,13 +69,12 @@ class EpisodeModel:
     endpoint: ChatEndpoint = field(repr=False)  # All episodes of a worker share it.
     # Fields for every call. Empty during a run, where the server decides.
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # In order, for `WorkflowOutput.call_rewards`.
     reply_ids: list[str] = field(default_factory=list[str], repr=False, compare=False)
-    """Ids of the replies so far, by which `WorkflowOutput.call_rewards` rewards single calls."""
-
     claim: Episode | None = None  # None in `tinkerscript eval`.
 
     def role(self, name: str) -> EpisodeModel:
-        """Return the model of a role, such as a judge or an opponent. The server refuses unknown roles."""
+        """Return the model of a role, such as a judge. The server refuses unknown roles."""
         return replace(self, name=name, reply_ids=[])
 
     @property
@@ -92,8 +89,7 @@ class EpisodeModel:
     async def complete(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
         """Make a model call and return the reply's message (`role`, `content`, and `tool_calls` if any).
 
-        `messages` and `fields` (`tools`, `max_tokens`, ...) follow OpenAI's chat completions. Raises what
-        `ChatEndpoint.complete` raises.
+        `messages` and `fields` follow OpenAI's chat completions. Raises what `ChatEndpoint.complete` raises.
         """
         body = {"model": self.name, "messages": list(messages), **self.sampling, **fields}
         completion = await self.endpoint.complete(self.base_url, self.api_key, body)
@@ -101,7 +97,7 @@ class EpisodeModel:
         return completion["choices"][0]["message"]
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-        """Make a model call and return the reply's text. Raises what `complete` raises."""
+        """Return the reply's text. Raises what `complete` raises."""
         return (await self.complete(messages, **fields))["content"] or ""
 
     @property
@@ -110,7 +106,7 @@ class EpisodeModel:
         return self.claim.max_transcript_bytes if self.claim else 0
 
     async def record_transcript(self, transcript: bytes) -> None:
-        """Keep what a rollout recorded besides its calls. Never raises, because only people read it."""
+        """Never raises, because only people read transcripts."""
         if self.claim is None or not 0 < len(transcript) <= self.max_transcript_bytes:
             return
         url = f"{self.claim.server_url or self.anthropic_base_url.rstrip('/')}/record_transcript"
@@ -122,7 +118,7 @@ class EpisodeModel:
 
 
 class Task(ABC):
-    """A source of samples that can run them. Subclass it; its arguments are `task.train_args`."""
+    """Subclass it; its arguments are `task.train_args`."""
 
     task_id: str = ""  # The task's name on every machine. `load_task` sets it.
     temperature: float | None = None  # Of calls that set none, if known. A run warns that 0 does not train.
@@ -133,15 +129,12 @@ class Task(ABC):
     def samples(self, *, held_out: bool) -> Sequence[TaskSample]:
         """Return the samples to train on or to evaluate on, always the same ones.
 
-        A task without a split returns the same for both, and its arguments choose (`task.train_args`,
+        Without a split, these are the same, and the task's arguments choose (`task.train_args`,
         `task.eval_args`).
         """
 
     def own_sample(self, sample_id: str, *, held_out: bool) -> TaskSample | None:
-        """Return this machine's sample with this id, or None.
-
-        Workers run this sample, because the payload comes from whoever runs the server.
-        """
+        # Never the payload's, which comes from whoever runs the server.
         if self._own is None:
             self._own = {}
         if held_out not in self._own:
@@ -174,8 +167,8 @@ def named_scores(
 ) -> WorkflowOutput:
     """Make a rollout's result with scores by name. `call_rewards` rewards single calls.
 
-    Scores are shown with the episode, and averaged as `score/<name>`; `metrics` are averaged under their
-    names. `answer` shows people what was scored.
+    Scores are shown, and averaged as `score/<name>`; `metrics` are averaged under their names. `answer` shows
+    people what was scored.
     """
     shown: dict[str, JsonValue] = {
         "scores": dict(scores),
@@ -200,7 +193,7 @@ TASK_KINDS: Mapping[str, str] = {
 }
 """The `module:factory` of each kind, which is also the name of its extra.
 
-The factory takes the part after the colon and the task's arguments, and returns a Task or raises ConfigError.
+A factory takes the part after the colon and the task's arguments. It raises ConfigError.
 """
 
 ENTRY_POINTS = "tinkerscript.tasks"  # Other packages' kinds, each a factory as in `TASK_KINDS`.
@@ -227,8 +220,8 @@ def kind_of(name: str) -> str:
 def load_task(name: str, args: Mapping[str, Any], *, sandbox: str = "") -> Task:
     """Load the task called `name` with its arguments.
 
-    `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's sandbox. Raises ConfigError for an
-    unknown name, a missing package, or arguments that the task does not accept, and the task's exceptions.
+    `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's. Raises ConfigError for an unknown
+    name, a missing package, or arguments that the task does not accept, and the task's exceptions.
     """
     kind = kind_of(name)
     rest = name.partition(":")[2]
@@ -311,7 +304,7 @@ def _name_anywhere(name: str) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import a Python file. Raises WorkerError if it is missing or cannot be imported."""
+    """Raises WorkerError for a file that is missing or cannot be imported."""
     path = path.resolve()
     check_is_there(path)
     name = f"tinkerscript_script_{path.stem}"

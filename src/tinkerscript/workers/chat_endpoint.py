@@ -1,7 +1,6 @@
 """`ChatEndpoint` makes the model calls of a worker's rollouts over shared connections.
 
-Invariant: a call is retried while the server restarts or is busy, and never after a refusal that a retry
-cannot change.
+Invariant: a call is retried while the server restarts or is busy, and never after a final refusal.
 """
 
 from __future__ import annotations
@@ -48,10 +47,9 @@ class ChatAttempt(Generic[Reply]):
 
 
 class ChatEndpoint:
-    """Chat completions over connection pools that a worker shares, one per gateway process.
+    """Chat completions over shared connection pools, one per gateway process (base URL).
 
-    Each gateway process has a base URL, so that connections stay with it. It belongs to one event loop; close
-    it with `aclose`. aiohttp takes a fraction of httpx's CPU time per request.
+    It belongs to one event loop. aiohttp takes a fraction of httpx's CPU time per request.
     """
 
     def __init__(
@@ -74,8 +72,8 @@ class ChatEndpoint:
     ) -> dict[str, Any]:
         """POST `body` to `{base_url}/chat/completions`; `trace` is the `traceparent`.
 
-        Retries while the server is busy or restarting. Raises ClaimLostError for 409 claim_lost, any other
-        refusal as RequestRefusedError, and ServerUnreachableError when retries end.
+        Raises ClaimLostError for 409 claim_lost, RequestRefusedError for other refusals, and
+        ServerUnreachableError when retries end.
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
@@ -137,7 +135,7 @@ class ChatEndpoint:
             await session.close()
 
     async def whole(self, url: str, data: bytes | None, headers: dict[str, str]) -> ChatAttempt[bytes]:
-        """Make one attempt and read its whole reply. Without `data` it is a GET."""
+        """Without `data` this is a GET."""
         attempt = await self._open(url, data, headers)
         if attempt.reply is None:
             return ChatAttempt(attempt.status, attempt.said, None, attempt.retry_after)

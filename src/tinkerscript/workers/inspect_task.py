@@ -1,7 +1,6 @@
 """Inspect tasks: each episode runs one sample with the task's solver and scorers.
 
-Invariants: every model call goes to the gateway with the episode's key, so that its tokens are recorded. A
-solver or scorer that raises is an error, never a reward of 0.
+Invariant: a solver or scorer that raises is an error, never a reward of 0.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class InspectTask(Task):
         self._eval: _SharedEval | None = None
 
     def replace_sandbox(self, sandbox: str) -> None:
-        """Replace the task's sandbox with `TYPE` or `TYPE:CONFIG_FILE`. Raises ConfigError."""
+        """Raises ConfigError unless `sandbox` is `TYPE` or `TYPE:CONFIG_FILE`."""
         kind, _, config = sandbox.partition(":")
         try:
             self.options = replace(self.options, sandbox=SandboxConfig(kind, config or None))
@@ -76,10 +75,7 @@ class InspectTask(Task):
         return None if sample is None else sample_summary(sample)
 
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
-        """Run the sample with the id of `sample`.
-
-        Raises TaskFailedError if the solver or a scorer raises, ClaimLostError, and the endpoint's errors.
-        """
+        """Raises TaskFailedError if the task's code raises, ClaimLostError, and the endpoint's errors."""
         assert self._eval is not None, "a rollout runs inside `resources`"
         policy = GatewayPolicy(model, self._by_id[str(sample["id"])])
         records: list[EvalSample] = []
@@ -95,10 +91,7 @@ class InspectTask(Task):
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """Run one eval for all tasks, because Inspect allows one per process.
-
-        Raises WorkerError if it cannot start or a task's sandbox is not available.
-        """
+        """Run one eval for all tasks, because Inspect allows one per process. Raises WorkerError."""
         shared = _SharedEval(tasks)
         for task in tasks:
             task._eval = shared
@@ -191,8 +184,8 @@ IN_METADATA = "call_rewards"
 def call_rewards(scores: Mapping[str, Score], reply_ids: Sequence[str]) -> dict[str, float]:
     """Sum the rewards that scorers gave single calls, in `Score.metadata["call_rewards"]`.
 
-    A list has a number for each model call of the episode, in order; a dict has them by the ids of assistant
-    messages. Raises WorkerError for anything else.
+    They are a list with a number for each model call, in order, or a dict by the ids of assistant messages.
+    Raises WorkerError for anything else.
     """
     total = dict[str, float]()
     for name, score in scores.items():

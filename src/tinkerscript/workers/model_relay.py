@@ -1,8 +1,8 @@
 """Relays for model calls of programs that must not, or cannot, hold a claim's key.
 
-`ModelRelay` is for a library that keeps one model client per endpoint and key, and so would keep one for
-every claim: a request header names the conversation, which an episode has announced. `AgentRelay` is for an
-agent in a sandbox. Invariant: only the server sees a claim's key, and only routes of the model pass.
+`ModelRelay` is for a library that would keep a model client for every key: a request header names the
+conversation, which an episode has announced. `AgentRelay` is for an agent in a sandbox. Invariant: only the
+server sees a claim's key, and only routes of the model pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RelayedEpisode:
         self._routes = routes
         self._sessions: set[str] = set()
         self.calls = 0
-        # No further calls are possible: a lost claim or an unreachable server.
+        # A lost claim or an unreachable server.
         self.error: ClientError | None = None
 
     def announce(self, session: str) -> None:
@@ -114,7 +114,7 @@ class ModelRelay:
 
 
 class AgentRelay:
-    """The only way out of an agent's sandbox, on the sandbox's loopback interface."""
+    """The only way out of an agent's sandbox."""
 
     def __init__(self, model: EpisodeModel) -> None:
         self._model = model
@@ -126,14 +126,13 @@ class AgentRelay:
         self.lost: ClaimLostError | None = None
 
     async def context_length(self) -> int:
-        """Return the limit of prompt and reply together, in tokens. Raises ClientError."""
+        """Tokens of prompt and reply together. Raises ClientError."""
         url = f"{self._model.anthropic_base_url.rstrip('/')}{AGENT_MODELS}"
         self._models = await self._model.endpoint.get_json(url, self._model.api_key)
         return int(self._models["data"][0]["max_model_len"])
 
     @asynccontextmanager
     async def listening(self, listening: socket) -> AsyncGenerator[None]:
-        """Serve connections to a socket of the sandbox, and close it at the end."""
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)

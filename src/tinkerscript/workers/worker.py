@@ -1,9 +1,8 @@
 """`run_worker` is a worker process: it runs a user's script, or tasks, over a server's episodes.
 
 Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. After a grace period it
-exits even if its rollouts hang, and at the second signal at once. A worker runs its own copy of a sample,
-never the content of a payload, so that a server cannot make it run anything else; it gives back episodes of
-tasks or samples that it does not have.
+exits even if its rollouts hang. A worker runs its own copy of a sample, never the content of a payload, so
+that a server cannot make it run anything else.
 """
 
 from __future__ import annotations
@@ -102,18 +101,17 @@ def run_worker(options: WorkerOptions) -> RunStatistics:
     """Run episodes until stopped.
 
     Raises WorkerError for a script or task that cannot be run or an episode of another task,
-    ServerUnreachableError, or RequestRefusedError if the server refuses this client.
+    ServerUnreachableError, or RequestRefusedError.
     """
     statistics, _ = asyncio.run(_run(options, []))
     return statistics
 
 
 def worker_process(options: WorkerOptions) -> int:
-    """Run a worker and return its process's exit code: `INTERRUPTED` after a signal, 1 if the run failed,
-    else 0.
+    """Return the exit code: `INTERRUPTED` after a signal, 1 if the run failed, otherwise 0.
 
     A supervisor must know whether work is left: a Kubernetes Job is complete when one pod exits with 0. The
-    run's own workers, which it stops, do not report its failure.
+    run's own workers do not report its failure.
     """
     signals = list[signal.Signals]()
     _, has_failed = asyncio.run(_run(options, signals))
@@ -137,10 +135,7 @@ async def open_runner(
     client: AsyncTinkerScriptClient | None = None,
     endpoint: ChatEndpoint | None = None,
 ) -> AsyncGenerator[Runner]:
-    """Yield the runner for `options`. Raises WorkerError for a script or task that cannot be run.
-
-    `client` and `endpoint` reach a server in this process.
-    """
+    """`client` and `endpoint` reach a server in this process. Raises WorkerError."""
     async with AsyncExitStack() as stack:
         rollout = await _rollout(options, stack, endpoint)
         yield Runner(
@@ -227,17 +222,16 @@ def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> T
 def tasks_with_args(
     tasks: Sequence[str], args: Sequence[Mapping[str, JsonValue]]
 ) -> dict[str, Mapping[str, JsonValue]]:
-    """Pair each task with its arguments by position. Raises WorkerError for too many, or a repeated task."""
+    """Pair tasks and arguments by position. Raises WorkerError for too many, or a repeated task."""
     if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
         raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
     return {task: args[i] if i < len(args) else {} for i, task in enumerate(tasks)}
 
 
 def load_rollout(script: str | Path) -> RolloutFunction:
-    """Return the `rollout` function of a script, plain or async.
+    """Return the `rollout` function of a script, with its folder first in `sys.path`, as when Python runs it.
 
-    Its folder comes first in `sys.path`, as when Python runs it. Raises WorkerError for a missing file or
-    function, or a script that cannot be imported.
+    Raises WorkerError for a missing file or function, or a script that cannot be imported.
     """
     path = Path(script).expanduser().resolve()
     module = load_module(path)
@@ -258,8 +252,7 @@ def load_rollout(script: str | Path) -> RolloutFunction:
 
 
 class TaskRollout:
-    """A rollout function for `tinkerscript.client.run`. Calls may be concurrent, inside its `async with`
-    block."""
+    """A rollout function for `tinkerscript.client.run`. Calls may be concurrent, inside its block."""
 
     def __init__(
         self,
@@ -268,10 +261,7 @@ class TaskRollout:
         held_out: Mapping[str, Task] | None = None,
         endpoint: ChatEndpoint | None = None,
     ) -> None:
-        """An episode names its task in `payload["task"]`, with or without its folder.
-
-        `held_out` has the tasks for evaluations, if they differ. `endpoint` replaces the model endpoint.
-        """
+        """`held_out` has different tasks for evaluations. `endpoint` replaces the model endpoint."""
         others = held_out or {}
         self._tasks: dict[str, tuple[Task, Task]] = {}  # For training and for evaluation.
 
@@ -302,11 +292,8 @@ class TaskRollout:
         await self._stack.aclose()
 
     async def __call__(self, episode: Episode) -> RolloutResult:
-        """Run the episode's sample and score it.
-
-        Raises WrongTaskError, WorkerError for a payload without a task or a sample, and the rollout's
-        exceptions.
-        """
+        """Raises WrongTaskError, WorkerError for a payload without a task or a sample, and the rollout's
+        exceptions."""
         task, sample = self._found(episode)
         model = EpisodeModel(
             base_url=episode.openai_base_url,

@@ -99,7 +99,7 @@ class Session:
     async def plan_async(
         self, messages: list[ChatMessage], tools: list[Tool], *, starts: bool = True
     ) -> Turn:
-        """Process long messages in a thread. Without `starts`, the turn is not in flight and may be too long."""
+        """Process long messages in a thread. Without `starts`, the turn may be too long."""
         is_long = text_size(messages) >= LONG_HISTORY
         keys = await in_thread_if(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys) as place:

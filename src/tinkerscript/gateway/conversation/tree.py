@@ -166,11 +166,11 @@ class MessagePath(NamedTuple):
 
 class MessageIndex:
     def __init__(self) -> None:
-        # By state and message key.
+        # The next state, by state and message key.
         self._edges: dict[tuple[int, Hashable], int] = {}
         self._replies: dict[int, list[Node]] = {}
         self._prompted: dict[int, set[bytes]] = {}
-        self._through: dict[int, Node] = {}
+        self._through: dict[int, Node] = {}  # The last call with a path through a state.
         # By the call's id or a tool call's.
         self._named: dict[str, Node] = {}
         # By the keys of the message before (None: any) and the reply.

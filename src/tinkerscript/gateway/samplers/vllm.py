@@ -424,7 +424,7 @@ def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
-    """Raise GatewayError 502 if the server sampled from another prompt than `sent`, as far as it reports one."""
+    """Raise GatewayError 502 if the server reports another prompt than `sent`."""
     if used is not None and list(used) != list(sent):
         raise contradiction(
             f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"

@@ -45,8 +45,7 @@ class OpenEnvEnvironment(Task):
         sessions: int = 0,
         system_prompt: str = INSTRUCTION,
     ) -> None:
-        """`reset` has arguments for every reset. `sessions` limits this worker's open sessions (0: one per
-        episode).
+        """`reset` has arguments for every reset. `sessions` limits open sessions (0: one per episode).
 
         The schema of an action is appended to `system_prompt`.
         """
@@ -106,7 +105,7 @@ class OpenEnvEnvironment(Task):
 
 
 def parse_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the action in a reply, a JSON object, possibly in a code fence; or None.
+    """Return the JSON object in a reply, possibly in a code fence, or None.
 
     If the schema requires exactly one field, its value is enough, as JSON or as plain text.
     """

@@ -22,8 +22,6 @@ from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, Ta
 
 
 class ReasoningGymTask(Task):
-    """A dataset of reasoning-gym. Each episode asks one problem and scores the reply."""
-
     def __init__(
         self,
         name: str,
@@ -38,7 +36,7 @@ class ReasoningGymTask(Task):
         """`system_prompt` is the name of one of the package's prompts, a text, or empty for none.
 
         Without an `answer_tag` the whole reply is the answer. `config` has the dataset's settings. Raises
-        ConfigError for an unknown name, or settings that the dataset refuses.
+        ConfigError.
         """
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4)

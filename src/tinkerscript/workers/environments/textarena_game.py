@@ -1,7 +1,4 @@
-"""`textarena:GAME` is a game of TextArena, alone or against a role of the run.
-
-Invariant: a game is played to its end by the package's rules, and its reward counts.
-"""
+"""`textarena:GAME` is a game of TextArena, alone or against a role of the run."""
 
 # Types are checked without TextArena.
 # pyright: reportMissingImports=false
@@ -21,7 +18,7 @@ from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, Ta
 
 
 class TextArenaGame(Task):
-    """A game by its TextArena id, such as `TicTacToe-v0`. Each sample is a seed and the policy's seat."""
+    """Each sample is a seed and the policy's seat."""
 
     def __init__(
         self,
@@ -83,7 +80,7 @@ class TextArenaGame(Task):
         return _output(float((rewards or {}).get(seat, 0.0)), info.get(seat, {}), seats[seat].moves)
 
     def _started(self, seed: int) -> Any:
-        # This must not await, because games draw from the process's global random numbers.
+        # No await: games draw from the process's global random numbers.
         random.seed(seed)
         game = textarena.make(env_id=self._game)
         game.reset(num_players=self._players, seed=seed)

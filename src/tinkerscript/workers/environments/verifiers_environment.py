@@ -3,9 +3,6 @@
 verifiers keeps a model client for each endpoint and key. Therefore all episodes share one endpoint, a
 `ModelRelay`, which knows each claim by the ids of the episode's traces. verifiers' `null` harness starts a
 Python program for every turn, which takes a second; `SharedChatHarness` runs the same source as a coroutine.
-
-Invariant: an episode that verifiers does not call ok fails with verifiers' reason. If the environment ended
-it, its agents' work so far is scored, as in verifiers' evaluation.
 """
 
 # Types are checked without verifiers.
@@ -57,17 +54,16 @@ __all__ = ["SharedChatHarness"]  # verifiers looks for this.
 NO_KEY = "TINKERSCRIPT_NO_KEY"  # Unset, because the relay needs no key.
 HARNESS_ID = "tinkerscript"
 
-# verifiers imports harnesses by id from this package, where ours is not installed.
+# Where verifiers looks for harnesses.
 sys.modules[f"verifiers.v1.harnesses.{HARNESS_ID}"] = sys.modules[__name__]
 
 
 class VerifiersEnvironment(Task):
-    """An environment of verifiers 0.4.
+    """Its arguments are the environment's config (`taskset`, `agent` and other roles, `timeout`, ...), and
+    `select`, as in `vf-eval --select`.
 
-    Its arguments are the environment's config (`taskset`, `agent` and other roles, `timeout`, ...), and
-    `select`, which chooses tasks like `vf-eval --select`. A role gets the chat loop `null` in this process
-    and the runtime `subprocess`, because verifiers' defaults, `bash` and `prime`, run the model's commands on
-    this machine or need an account.
+    A role gets the harness `null` in this process and the runtime `subprocess`, because verifiers' defaults,
+    `bash` and `prime`, run the model's commands on this machine or need an account.
     """
 
     def __init__(
@@ -174,10 +170,10 @@ def _as_sample(task: EnvTask[Any, Any, Any]) -> TaskSample:
 
 
 def _output(episode: EnvEpisode[Any, Any, Any], policy: str, calls: int) -> WorkflowOutput:
-    """Return the episode's rewards and metrics by name, as `agent/name` with several agents.
+    """Return rewards and metrics by name, as `agent/name` with several agents. Raises WorkerError.
 
     The reward is the mean over the traces of `policy` that verifiers would train on. An agent with another
-    `model` plays a role of the run and is scored under the role's name. Raises WorkerError.
+    `model` is scored under its role's name.
     """
     ended_by = _ended_by(episode)
     several = len(episode.traces) > 1
@@ -213,9 +209,9 @@ def _mean_reward(traces: Sequence[EnvTrace[Any, Any, Any]]) -> float:
 
 
 def _ended_by(episode: EnvEpisode[Any, Any, Any]) -> str:
-    """Return the exception of the environment's `run()`, such as for an unusable reply, or "".
+    """Return the exception of the environment's `run()`, or "".
 
-    Raises WorkerError, with verifiers' record, for every other failure.
+    The work so far is then scored, as in verifiers' evaluation. Raises WorkerError for every other failure.
     """
     if episode.ok:
         return ""
