@@ -41,7 +41,7 @@ from inspect_ai.util._sandbox.registry import (
     registry_has_sandboxenv,
 )
 
-# Inspect's first eval changes their levels or handlers.
+# The loggers with levels or handlers that Inspect's first eval changes.
 _LOGGERS = ("", "httpx", "httpx2")
 
 

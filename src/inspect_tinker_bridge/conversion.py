@@ -246,7 +246,7 @@ class ChatConverter:
     """
 
     def __init__(self) -> None:
-        # As sent and as parsed.
+        # Tool arguments, as sent and as parsed.
         self._arguments: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def request(
@@ -485,8 +485,8 @@ def _assistant_content(message: Mapping[str, Any]) -> str | list[Content]:
 def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
     """Parse a sampled tool call's arguments, and describe any problem. Never raises.
 
-    Refused is what a tool, sandbox or log could not take: lone surrogates, NUL characters, values nested more
-    than 100 deep, integers of thousands of digits.
+    It refuses values that a tool, sandbox or log could not take: lone surrogates, NUL characters, nesting of
+    more than 100, integers of thousands of digits.
     """
     try:
         arguments = json.loads(raw or "{}")

@@ -1,4 +1,4 @@
-"""Tinker environments of Inspect tasks: `InspectEnv`, groups of them, and datasets of groups.
+"""Tinker environments of Inspect tasks: `InspectEnv`, groups, and datasets of groups.
 
 Invariants: each observation extends the previous one and its action unless `fork` says otherwise. A failure
 raises TaskFailedError and is never a reward of 0. A dataset's batches depend only on its options, so that a
@@ -90,7 +90,7 @@ class EnvOptions:
 
     runner: RunnerOptions = field(default_factory=RunnerOptions)
     applied: frozenset[str] = frozenset()
-    """Fields of `InspectEnv.generate_config` that the caller applies, so that there is no warning."""
+    """Fields of `InspectEnv.generate_config` that the caller applies, which suppresses a warning."""
 
     def __post_init__(self) -> None:
         if self.env_type not in get_args(EnvType):
@@ -347,6 +347,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
             logger.exception("the eval of the task %r did not close", self.task.name)
 
     def logging_tags(self) -> list[str]:
+        """Return the task's name without its package."""
         return [self.task.name.rpartition("/")[2]]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -57,7 +57,8 @@ class GenerateRequest:
     tools: list[ToolInfo]
     tool_choice: ToolChoice
     config: GenerateConfig
-    role: str = ""  # The requested role, or empty for the policy.
+    role: str = ""
+    """The requested role, or empty for the policy."""
 
 
 class ChatPolicy(Protocol):
@@ -82,6 +83,8 @@ class EpisodeOutcome:
     """By scorer name; empty if the solver or a scorer raised."""
 
     error: str | None
+    """The exception of the solver or a scorer."""
+
     limit: str | None
     """What ended the solver: `message`, `token`, `turn`, `time`, `custom`..."""
 
@@ -219,7 +222,7 @@ class PendingCalls:
             waiter.cancel()
 
 
-Episodes = Mapping[int, RunningEpisode]  # By Inspect's epoch number, which is unique.
+Episodes = Mapping[int, RunningEpisode]  # Keys are Inspect's epoch numbers, which are unique.
 _CURRENT: ContextVar[RunningEpisode | None] = ContextVar("inspect_tinker_bridge_episode", default=None)
 
 
@@ -382,7 +385,7 @@ def _price_policy() -> None:
 
 
 def estimated_tokens(text: str) -> int:
-    # Rather too high.
+    # This estimate is rather too high.
     return max(1, len(text.encode(errors="replace")) // 3)
 
 

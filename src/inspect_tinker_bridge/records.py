@@ -32,8 +32,8 @@ from pydantic_core import from_json, to_json
 from inspect_tinker_bridge.episodes import MODEL_NAME
 
 MAX_JSON_BYTES = 16 * 2**20  # Before compression, which bounds readers' memory.
-TEXT_CHARS = (20_000, 2_000, 200)  # Characters of long texts, tried in turn.
-EVENTS_AT_ENDS = 100  # Kept of a transcript that is still too long.
+TEXT_CHARS = (20_000, 2_000, 200)  # Long texts are cut to these lengths in turn.
+EVENTS_AT_ENDS = 100  # At each end of a transcript that is still too long.
 LEVEL = 3
 
 _AS_JSON: dict[str, Any] = {
@@ -52,7 +52,8 @@ class SavedRollout:
     batch: int | None
     record: EvalSample
     reward: float | None
-    turns: Sequence[tuple[list[int], list[int]]] = ()  # The prompt ids and sampled ids of each action.
+    turns: Sequence[tuple[list[int], list[int]]] = ()
+    """The prompt ids and sampled ids of each action."""
 
 
 def write_inspect_log(path: Path, rollouts: Sequence[SavedRollout]) -> None:

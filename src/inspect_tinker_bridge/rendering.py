@@ -1,9 +1,8 @@
 """Render Inspect messages as prompt ids, and turn sampled actions into Inspect model outputs.
 
-Invariants: text survives to the character, and what a renderer cannot express raises UnsupportedError. An
-action that does not parse becomes text or a failed tool call, never an exception. While the history is
-unmodified, the next prompt is the previous prompt ids + sampled ids + newly rendered ids (`TokenBuffer`).
-Otherwise the whole prompt is rendered as a fork.
+Invariants: text survives to the character. An action that does not parse becomes text or a failed tool call,
+never an exception. While the history is unmodified, the next prompt is the previous prompt ids + sampled ids
++ newly rendered ids (`TokenBuffer`). Otherwise the whole prompt is rendered as a fork.
 """
 
 from __future__ import annotations

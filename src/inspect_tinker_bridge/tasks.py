@@ -254,14 +254,17 @@ def _describe(task: TaskLike) -> str:
 # The task's solver runs unchanged with the agent as its `generate()`, so that its treatment of answers, such
 # as marking choices, applies to the submitted one.
 
-# In the system message.
+# Part of the system message.
 SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
 
 
 @dataclass(frozen=True)
 class AgentOptions:
-    submit_instruction: str | None = SUBMIT_INSTRUCTION  # Added to the task's system message.
-    tool_timeout_s: int = 180  # For a bash or python call. A timeout is a tool result.
+    submit_instruction: str | None = SUBMIT_INSTRUCTION
+    """Added to the task's system message."""
+
+    tool_timeout_s: int = 180
+    """For a bash or python call. A timeout is a tool result."""
 
     def __post_init__(self) -> None:
         require_counts(tool_timeout=self.tool_timeout_s)

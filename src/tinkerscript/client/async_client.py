@@ -152,6 +152,7 @@ class AsyncTinkerScriptClient:
     async def claim(
         self, max_episodes: int, episode_type: ClaimType, wait_s: float | None, *, pool: str
     ) -> list[dict[str, Any]]:
+        """Claim like `begin_episodes`, and return the arguments of `Episode`."""
         claiming = self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)
         return [episode_fields(claim, self.settings) for claim in await self._run(claiming)]
 
@@ -342,6 +343,7 @@ class AsyncTinkerScriptClient:
         await self.finish_block(episode)
 
     async def finish_block(self, episode: Episode, error: BaseException | None = None) -> None:
+        """Give an episode back after its block raised `error` or ended without a result."""
         if episode.lease.is_over:
             return
         if error is None:
@@ -386,6 +388,7 @@ class AsyncTinkerScriptClient:
                 raise ClientClosedError(CLOSED)
 
     async def send(self, request: HttpRequest) -> Reply:
+        """Send one request of an operation."""
         if self._closing.is_set():
             raise ClientClosedError(CLOSED)
         try:

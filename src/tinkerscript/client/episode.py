@@ -61,7 +61,7 @@ class Lease:
         return self._settled or bool(self._lost_because)
 
     def lose(self, reason: str) -> None:
-        # The answer to a result decides.
+        # While a result is being handed in, the answer to it decides.
         with self._lock:
             if not self._settling and not self._settled:
                 self._lost_because = self._lost_because or reason or "the server gave no reason"
@@ -138,6 +138,8 @@ class Episode:
     """The claim's other endpoints; the gateway process only answers model calls."""
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
+    """What this process knows about the claim."""
+
     call_rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False, compare=False)
     """Rewards by call id, handed in with the result."""
 

@@ -58,7 +58,7 @@ class ClientSettings:
     def tls(self) -> ssl.SSLContext:
         """Raises ValueError for certificates that cannot be read."""
         if not self.server_url.startswith("https://"):
-            # It trusts nothing, and http:// needs nothing.
+            # Plain http:// needs no certificates, and loading them takes time.
             return _no_certificates()
         try:
             return certificates(self.ca_file)

@@ -1,16 +1,15 @@
 """The normalized form of messages, and the keys that compare them.
 
-A normalized message is a dictionary with `role`, `content` (always a string), and optionally `name`,
-`tool_call_id`, `reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are
-never rendered: `id`, the call that sampled an assistant message; `instructions`, true for a system message of
-one request; and `is_error` of a tool result.
+A normalized message has `role`, `content` (always a string), and optionally `name`, `tool_call_id`,
+`reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are never rendered:
+`id`, the call that sampled an assistant message; `instructions`, true for a system message of one request;
+and a tool result's `is_error`.
 
 Two messages are the same if and only if their keys are equal:
 
 - None equals "", and text parts are concatenated.
 - White space around an assistant's message is ignored, because many programs strip it.
-- Arguments of tool calls are compared as JSON values, with `{}` for an empty string. Text that is not JSON
-  is compared as text.
+- Arguments of tool calls are compared as JSON values, with `{}` for an empty string.
 - Ids are ignored, but a tool result's position among the preceding calls counts.
 - Reasoning is ignored; `conversation.tree` compares it if it was sent back.
 """

@@ -89,9 +89,9 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    empty_content: str | None = ""  # Of a message with only tool calls.
-    parsed_arguments: bool = True  # As an object rather than JSON text.
-    short_ids: bool = False  # Nine letters or digits (Mistral).
+    empty_content: str | None = ""  # The content of messages with only tool calls.
+    parsed_arguments: bool = True  # Arguments are an object rather than JSON text.
+    short_ids: bool = False  # Ids have nine letters or digits (Mistral).
     tools_in: str = ""  # The role that declares tools as text; empty if the template does.
 
     def of(self, message: ChatMessage) -> dict[str, Any]:

@@ -3,13 +3,10 @@
 A request is a repetition in two cases; otherwise it is sampled:
 
 1. It has an earlier one's `Idempotency-Key`. While that is in flight, others wait; if it fails, one of
-   the others takes its place. The recorded reply is repeated even after a restart. The key with another
-   body is refused with 422.
+   the others takes its place. The recorded reply is repeated even after a restart.
 2. It is marked as a retry (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients)
    and has the body of a request that was recorded after its client had disconnected, or is being
    recorded. Each original serves one retry, and none after a restart.
-
-A client that disconnects during sampling stops it, so that its retry is sampled.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 _IDS = random.Random()
 
 UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # A lost claim or a busy engine is not a failed call.
-LONG_BODY = 2**18  # Parsed in a thread from here on, which takes 0.5 ms.
+LONG_BODY = 2**18  # Longer bodies are parsed in a thread, which takes 0.5 ms.
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.tokenizer import LightTokenizer
 
-REPLY_TOKENS = 4096  # If the program sets none.
+REPLY_TOKENS = 4096  # The limit if the program sets none.
 MAX_TIMEOUTS = 16  # Per claim. A server may charge for a timed-out request without an answer to record.
 
 

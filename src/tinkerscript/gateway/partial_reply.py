@@ -1,7 +1,7 @@
 """`PartialReply` reads the text of a reply while its ids are still being sampled.
 
-Invariant: its text is a prefix of what `ChatRenderer.parse` or `text` returns for all ids. Where that is
-uncertain, as in a possibly malformed tool call, it waits. Time is linear in the ids.
+Invariant: its text is a prefix of what `ChatRenderer.parse` or `text` returns for all ids. In doubt, as in a
+possibly malformed tool call, it waits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class PartialReply:
         self._text = ""
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:
-        """Return the new reasoning and content."""
         reasoning, content = list[str](), list[str]()
         for token in ids:
             if self._state is _State.UNDECIDED:

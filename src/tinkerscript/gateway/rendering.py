@@ -258,7 +258,6 @@ class ChatRenderer:
         return _message(content, parsed.reasoning_content or "", named, options.cut_at)
 
     def partial(self, options: ParseOptions) -> PartialReply:
-        """Return a reader for an incomplete reply."""
         return PartialReply(
             self.tokenizer.token_bytes,
             self.reply_format,
@@ -333,7 +332,7 @@ def _candidates(
     folder: Path, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[RendererConfig, str | None]]:
     config = config_of(folder)
-    # So that each turn extends the last one.
+    # With reasoning kept in the history, each turn extends the last one.
     if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:
         for thinks in (True, False):
             yield Qwen3RendererConfig(thinking_retention="all", enable_thinking=thinks), None
@@ -350,7 +349,7 @@ def _writes_history_alike(config: RendererConfig) -> bool:
 def _fits(
     renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
 ) -> bool:
-    """Return whether both write the same ids for the probe conversations that the template accepts."""
+    """Return whether renderer and template agree on the probe conversations that the template accepts."""
     for messages, tools in PROBE_CONVERSATIONS:
         if not has_history and any(message["role"] == "assistant" for message in messages):
             continue

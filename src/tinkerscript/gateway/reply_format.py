@@ -39,7 +39,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ReadReply:
-    # With their white space.
+    # The parts keep their white space.
     content: Sequence[str]  # The texts outside the calls.
     reasoning: str = ""
     calls: Sequence[NamedCall] = ()

@@ -1,7 +1,6 @@
 """`StreamedReply` turns the progress of a sample into events.
 
-Invariant: what was sent is a prefix of what is recorded, in ids and in text, or the stream ends with an
-error.
+Invariant: everything sent is a prefix of the record, in ids and in text, or the stream ends with an error.
 """
 
 from __future__ import annotations

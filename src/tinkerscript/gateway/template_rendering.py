@@ -2,9 +2,8 @@
 
 A continuation renders the conversation as text twice: up to the header of the last reply, and with the reply
 and the new messages. If the first text is a prefix of the second, and what follows reads as the sampled reply
-(up to white space around its content), the text after the reply is encoded and appended to the sampled ids.
-Otherwise the template rewrites history (strips reasoning, moves tools, shortens results), and there is no
-continuation.
+(up to white space around it), the text after the reply is encoded and appended to the sampled ids. Otherwise
+the template rewrites history, and there is no continuation.
 """
 
 from __future__ import annotations

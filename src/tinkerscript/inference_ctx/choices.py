@@ -35,7 +35,7 @@ SOURCES: tuple[IdsSource, ...] = ("token_ids", "logprobs_token_id", "token_id_te
 """In the order they are tried: `choice.token_ids` (vLLM, our gateway), `token_id` in `logprobs.content` (our
 gateway), `token: "token_id:123"` (vLLM), and vocabulary pieces as token texts."""
 
-# With any other (`abort`, `content_filter`), the reply is incomplete or was changed.
+# With any other finish reason (`abort`, `content_filter`), the reply is incomplete or was changed.
 _STOP_REASONS: dict[str, StopReason] = {
     "stop": "stop",
     "tool_calls": "stop",
@@ -220,9 +220,9 @@ def ids_of_pieces(
     """Convert raw vocabulary pieces to int32 ids [R]. Raises AlignmentError if these may not be the sampled
     ids.
 
-    `text` is the reply's text without special tokens. A string may be a piece or decoded text, which look
-    alike: 'é' is the text of one token and the piece of the byte 0xE9. So the ids must decode to `text`, and
-    the strings must spell it differently, unless they are `declared` to be pieces.
+    A string may be a piece or decoded text, which look alike: 'é' is the text of one token and the piece of
+    the byte 0xE9. So the ids must decode to `text`, the reply without special tokens, and the strings must
+    spell it differently, unless they are `declared` to be pieces.
 
     With byte-level BPE this is proof: decoded text, read as a piece, stands for the same or fewer characters,
     so the ids decode to the reply's text only if every string stands for the same characters both ways. With

@@ -178,7 +178,7 @@ class InferenceContext:
         return self.tokens_from_choice(choice).ids
 
     def logprobs_from_choice(self, choice: Any) -> FloatArray:
-        """Read the logprobs, float32 [R]. Raises AlignmentError if there are none."""
+        """Read the logprobs, float32 [R]. Raises AlignmentError without any."""
         return _needed(self.tokens_from_choice(choice).logprobs)
 
     def tokens_from_choice(self, choice: Any, response: Any = None) -> ChoiceTokens:

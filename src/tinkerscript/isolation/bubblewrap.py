@@ -3,11 +3,11 @@
 Inside, the root is a private folder in which this machine's programs are mounted read-only. Programs see only
 the sandbox's processes, a loopback interface and the given variables; they have no terminal and no
 capabilities. Control groups (cgroups version 1 or 2) limit memory and processes where this process may create
-them, otherwise setrlimit does so for each process. Processor time and the disk as a whole are not limited.
+them, otherwise setrlimit does so for each process.
 
 Invariants: when `stop` returns, every process of the sandbox has ended. When the process that started it
 ends, even by SIGKILL, the sandbox's processes end and its files are removed. A limit that cannot be enforced
-is refused before anything runs.
+is refused.
 
 Sources: https://github.com/containers/bubblewrap, namespaces(7), nsenter(1), cgroups(7), getrlimit(2),
 https://docs.kernel.org/admin-guide/cgroup-v2.html

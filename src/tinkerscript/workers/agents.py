@@ -1,9 +1,9 @@
 """`AgentTask` is an Inspect task with a coding agent in place of the task's solver.
 
 Each episode starts a `bubblewrap` sandbox with the sample's files and setup, and runs the agent in `/work`
-with the sample's input as its prompt. Then all processes end, and the task's scorers run in the same sandbox
-with a fresh home, without the agent's programs or the model. First, each file in a sample's metadata `tests`
-is restored from the sample's `files`, or removed.
+with the sample's input as its prompt. Then all processes end, each file in a sample's metadata `tests` is
+restored or removed, and the task's scorers run in the same sandbox with a fresh home, without the agent's
+programs or the model.
 
 To add an agent, write its `CodingAgent` and add it to `AGENTS`.
 
@@ -198,7 +198,7 @@ def _end_of(file: IO[bytes]) -> str:
 
 
 SIDE = "side"  # Marks an agent's side calls (the gateway's agent mode).
-MAX_PROMPT_BYTES = 120_000  # Linux accepts no longer argument.
+MAX_PROMPT_BYTES = 120_000  # Linux limits the length of an argument.
 PLACEHOLDER_KEY = "the-sandbox-holds-no-key"
 
 

@@ -121,7 +121,7 @@ class Task(ABC):
     """Subclass it; its arguments are `task.train_args`."""
 
     task_id: str = ""  # The task's name on every machine. `load_task` sets it.
-    temperature: float | None = None  # Of calls that set none, if known. A run warns that 0 does not train.
+    temperature: float | None = None  # If calls set none. A run warns that 0 does not train.
 
     _own: dict[bool, dict[str, TaskSample]] | None = None
 
@@ -312,7 +312,7 @@ def load_module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise WorkerError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Before it runs, so that dataclasses and pickling in the script find their module.
+    # This comes first, so that dataclasses and pickling in the script find their module.
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:

@@ -149,7 +149,7 @@ class GatewayPolicy:
         self._trace = traceparent()  # Kept here, because the solver runs in one of the eval's tasks.
         self.unapplied: set[str] = set()  # Settings of the task that requests do not carry, as `name=value`.
         self.reply_ids = list[str]()  # In the order in which the replies came.
-        self.calls = 0  # With an agent's.
+        self.calls = 0  # Model calls, with an agent's.
         self.lost: ClaimLostError | None = None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:

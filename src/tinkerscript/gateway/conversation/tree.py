@@ -10,8 +10,7 @@ trie, and a call's reply ends a path:
 A request continues a call if that path equals its messages up to the last assistant message, with the same
 tools. Content decides which calls qualify; ids only choose among them:
 
-- An assistant message with an id that we issued (its own or a tool call's) must be that call's reply.
-  An id never excuses different content.
+- An assistant message with an id that we issued must be that call's reply.
 - Reasoning may be dropped. If it is sent back, it must be what was sampled.
 - Of several matching calls, the first that no other call continues, recorded or in flight, is chosen.
   Parallel conversations with equal messages therefore continue one call each.
@@ -92,7 +91,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     fork_reason: str | None
     new_messages: list[ChatMessage]
     tools: list[Tool]
-    reply_index: int  # Among the messages of the conversation.
+    reply_index: int  # The reply's index in the conversation.
     keys: Sequence[Hashable] = ()  # The keys of `new_messages`; empty if not computed yet.
     texts: tuple[str, str] = ("", "")  # `new_messages` and `tools` as recorded JSON; empty if not recorded.
 
@@ -152,7 +151,7 @@ class MessagePath(NamedTuple):
     messages: list[ChatMessage]
     keys: list[Hashable]
     tools_key: bytes
-    history_length: int  # Up to the last assistant message, or 0.
+    history_length: int  # The messages up to the last assistant message, or 0.
     states: list[int]  # Trie states before, between and after the messages, as far as they exist.
 
     @property
@@ -171,7 +170,7 @@ class MessageIndex:
         self._replies: dict[int, list[Node]] = {}
         self._prompted: dict[int, set[bytes]] = {}
         self._through: dict[int, Node] = {}  # The last call with a path through a state.
-        # By the call's id or a tool call's.
+        # Keys are call ids and tool call ids.
         self._named: dict[str, Node] = {}
         # By the keys of the message before (None: any) and the reply.
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
@@ -275,7 +274,7 @@ class MessageIndex:
         return reason or HISTORY_EDITED
 
     def _edit_of_equal_reply(self, history: Conversation) -> str | None:
-        # Equal replies may be a coincidence, so that only missing messages count.
+        # Equal replies may be a coincidence, so only missing messages count.
         *_, before, reply = (None, None, *history.keys)
         if known := self._by_reply.get((before, reply)):
             return edit_reason(known.conversation(), history)

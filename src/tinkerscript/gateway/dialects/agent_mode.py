@@ -16,7 +16,7 @@ import msgspec
 from tinkerscript.errors import GatewayError
 
 AGENT_PREFIX = "/agent"  # An agent's base URL is `http://HOST/agent/v1`.
-SIDE_MODEL = "side"  # What agents request for side tasks, such as a title.
+SIDE_MODEL = "side"  # Agents request it for side tasks, such as a title.
 AGENT_FIELDS: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": (
         "reasoning_effort",

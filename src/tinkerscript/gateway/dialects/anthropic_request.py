@@ -1,9 +1,7 @@
 """Anthropic Messages: requests for a message and for the token count of its prompt.
 
-Accepted and ignored: `cache_control`, `metadata`, a tool's `strict` and `eager_input_streaming`, and the
-headers `anthropic-version` and `anthropic-beta`. `thinking` only decides whether thinking is shown: the model
-reasons as trained, and everything is recorded. As at Anthropic, `budget_tokens` is a target and `max_tokens`
-the limit.
+`thinking` only decides whether thinking is shown: the model reasons as trained, and everything is recorded.
+As at Anthropic, `budget_tokens` is a target and `max_tokens` the limit.
 
 Invariant: the blocks of a reply, sent back unchanged, become the message that was sampled. Thinking may be
 left out; its signature names the reply.

@@ -74,7 +74,7 @@ class _Message(Struct, forbid_unknown_fields=True):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    # Likewise.
+    # The `openai` client adds this too.
     parsed: Any = None
 
 

@@ -106,7 +106,7 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
 
 
 class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
-    call_id: str  # The first choice's.
+    call_id: str  # The first choice's call.
     created: int  # Unix time in seconds.
     model: str
     prompt: bytes  # int32 ids of the first prompt.
@@ -126,7 +126,7 @@ class MessageDelta(SampledTokens, frozen=True, kw_only=True):
     """New text and tokens of one choice, not aligned, because text may be held back."""
 
     index: int
-    content: str = ""  # Final: the deltas add up to the message's content.
+    content: str = ""  # Text that can no longer change.
     reasoning: str = ""
 
 

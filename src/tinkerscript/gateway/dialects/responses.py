@@ -147,7 +147,7 @@ class ResponseEvents(EventStream):
 
         self._items = 0
 
-        # Without its text.
+        # The open item, without its text.
         self._open: Item | None = None
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []

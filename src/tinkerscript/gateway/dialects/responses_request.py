@@ -2,8 +2,7 @@
 
 `previous_response_id` continues a response of the same claim, even after a restart and regardless of `store`.
 Outside episodes, a model keeps the latest responses in memory unless `store` is false. As with OpenAI,
-instructions do not carry over, and tools must be sent again. Accepted and ignored: `metadata`, a function's
-`strict`, and the fields about caches and users.
+instructions do not carry over, and tools must be sent again.
 
 Invariant: the items of a response, sent back unchanged, become the one message that was sampled, with or
 without its reasoning. Consecutive items belong to one message while they keep a reply's order (reasoning,
@@ -289,9 +288,9 @@ class ResponsesCall(ModelCall, frozen=True, kw_only=True):
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {**ModelCall.FIELD_NAMES, "json_schema": "text.format"}
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    # By the model's name for the tool.
+    # Keys are the model's names for the tools.
     namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
-    encrypted_reasoning: bool = False  # In `encrypted_content`.
+    encrypted_reasoning: bool = False  # Reasoning items repeat their text in `encrypted_content`.
 
 
 class _Format(Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):

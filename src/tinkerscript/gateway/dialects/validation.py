@@ -35,7 +35,7 @@ class Unsupported:
         self.values = values
 
 
-SHOWN_CHARS = 80  # Of a quoted value in errors.
+SHOWN_CHARS = 80  # Quoted values in errors are cut here.
 
 
 def sampling_arguments(request: Any) -> dict[str, Any]:

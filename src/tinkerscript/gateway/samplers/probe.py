@@ -20,7 +20,7 @@ from tinkerscript.sampler import SampleRequest
 PROBE_TOP = 5  # OpenAI's limit, so every server allows it.
 HOT = 2.0  # A second temperature, which every server accepts.
 CLEAR_GAP = 0.3  # Nats between two tokens, to recognize the kind of logprobs.
-RATIO_MARGIN = 0.15  # Of gaps, because low-precision kernels add noise.
+RATIO_MARGIN = 0.15  # Low-precision kernels add noise.
 SAMPLES = 4
 TOKENS = 32  # Sampled at temperature 1 and scored again.
 MAX_MEAN_GAP = 0.1  # Nats between reported and rescored logprobs: prefill and decode differ.
@@ -32,7 +32,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     max_context: int  # Tokens of prompt and reply together.
     logprob_kind: LogprobKind
-    rescored: bool  # Logprobs of sampled tokens agree with those of the same tokens in a prompt.
+    rescored: bool  # Sampled tokens were scored again as a prompt, with the same logprobs.
     weight_version: str | None
 
     def describe(self) -> str:
@@ -47,7 +47,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Probe:
     server: VllmServer
     model: str
-    prompts: Sequence[list[int]]  # As ids. The first few tokens of a chat suffice.
+    prompts: Sequence[list[int]]  # Ids. The first few tokens of a chat suffice.
 
     async def run(
         self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True
@@ -95,7 +95,7 @@ class Probe:
         return "unknown"
 
     async def _rescore(self) -> bool:
-        # It must not be its neighbor's logprob, or the most likely token's.
+        # A sampled token's logprob must not be its neighbor's or the most likely token's.
         is_scored = False
         for number in range(SAMPLES):
             prompt = self.prompts[number % len(self.prompts)]

@@ -39,7 +39,7 @@ from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.rollouts.call import StopReason, unpack_ids
 from tinkerscript.sampler import SampleRequest
 
-TOKEN_ID = "token_id:"  # Then the id, in place of a token's text.
+TOKEN_ID = "token_id:"  # The prefix of an id in place of a token's text.
 VLLM_REMEDIES = {
     "ids": "use vLLM 0.10.2 or newer (return_token_ids), with no proxy between that drops fields",
     "stop": "vLLM reports the stop token in token_ids; check for a proxy that alters replies",

@@ -89,8 +89,6 @@ class TextArenaGame(Task):
 
 @dataclass
 class _Player:
-    """A seat with its conversation. Each turn shows only what is new."""
-
     model: EpisodeModel
     system_prompt: str
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
