@@ -165,7 +165,7 @@ async def dead_container() -> str:
 
 
 def mark_choices(state: TaskState) -> None:
-    """Like `multiple_choice()` after generating."""
+    """Mark the choices, as `multiple_choice()` does after generating."""
     set_choices_based_on_generated_response(state, parse_answers(state, multiple_correct=True))
 
 

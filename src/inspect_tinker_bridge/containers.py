@@ -1,6 +1,6 @@
 """Remove containers when the process that started them ends.
 
-Inspect does not if the process is killed or the engine does not answer at that moment. Therefore this file
+Inspect does not do so if the process is killed or the engine does not answer at that moment. Therefore this file
 runs as a separate process, which receives the name of each Compose project before it starts, and removes the
 rest when its standard input closes.
 """

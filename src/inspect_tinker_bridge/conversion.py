@@ -71,7 +71,7 @@ MessageDict: TypeAlias = dict[str, Any]
 
 Json: TypeAlias = dict[str, Any]
 
-# GenerateConfig's names and OpenAI's.
+# OpenAI's names of GenerateConfig fields.
 _SENT = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -142,13 +142,13 @@ _STOP_REASONS: dict[str, StopReason] = {
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """Leaves out unset fields. Unknown metadata becomes its `repr`."""
+    """Convert a sample without its unset fields. Unknown metadata becomes its `repr`."""
     held: dict[str, Any] = from_json(to_json(sample, fallback=repr))
     return {name: value for name, value in held.items() if value is not None}
 
 
 def sample_from_json(held: Mapping[str, Any]) -> Sample:
-    """Raises pydantic's ValidationError, or TypeError if there is no input."""
+    """Restore a sample. Raises pydantic's ValidationError, or TypeError without input."""
     fields = dict(held)
     sandbox = fields.pop("sandbox", None)
     sample = Sample.model_validate(fields)
@@ -227,12 +227,12 @@ def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
 
 
 def to_dicts(messages: Sequence[ChatMessage]) -> list[MessageDict]:
-    """Raises UnsupportedError for content other than text, reasoning and images."""
+    """Convert messages for storage. Raises UnsupportedError beyond text, reasoning and images."""
     return [_to_dict(message) for message in messages]
 
 
 def from_dicts(conversation: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Raises UnsupportedError for an unknown role.
+    """Convert stored messages. Raises UnsupportedError for an unknown role.
 
     Tool arguments that are not a JSON object become `{"raw_text": ...}` with a `parse_error`.
     """

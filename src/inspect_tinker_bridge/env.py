@@ -79,14 +79,14 @@ _STOPS = {
 
 @dataclass(frozen=True)
 class EnvOptions:
-    """They are pickled, so functions must be importable."""
+    """Options of a dataset's environments. They are pickled, so functions must be importable."""
 
     env_type: EnvType = "single_turn"
     max_turns: int = 10
-    """Actions unless `single_turn`. A further model call ends and scores the episode."""
+    """Limits the actions unless `single_turn`. A further model call ends and scores the episode."""
 
     scorer_weights: Mapping[str, float] | None = None
-    """By scorer name; None: equal weights."""
+    """Weights by scorer name. None: equal weights."""
 
     runner: RunnerOptions = field(default_factory=RunnerOptions)
     applied: frozenset[str] = frozenset()
@@ -203,7 +203,7 @@ class InspectEnv(Env):
         return scored.reward, {name: value for name, value in metrics.items() if not name.startswith("stop/")}
 
     async def abandon(self) -> None:
-        """Never raises. Idempotent."""
+        """End the episode without a score. Never raises. Idempotent."""
         if self._episode is not None:
             self._episode.cancel()
             await asyncio.wait({self._episode})

@@ -80,7 +80,7 @@ class ChatPolicy(Protocol):
 class EpisodeOutcome:
     sample_id: int | str
     scores: dict[str, Score]
-    """By scorer name; empty if the solver or a scorer raised."""
+    """Scores by scorer name; empty if the solver or a scorer raised."""
 
     error: str | None
     """The exception of the solver or a scorer."""
@@ -211,7 +211,7 @@ class PendingCalls:
                 reply.set_exception(limit)
 
     async def next_call(self, episode: asyncio.Future[Any]) -> PendingCall | None:
-        """None once `episode` has ended."""
+        """Returns None once `episode` has ended."""
         if episode.done():
             return None
         waiter = asyncio.ensure_future(self.calls.get())

@@ -1,4 +1,7 @@
-"""Find a task's prompt by running the solver up to its first model call."""
+"""Find a task's prompt by running the solver up to its first model call.
+
+Neither the policy nor a role's model is called.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class InspectTaskInfo:
 
     scorers: list[Scorer]
     scorer_names: list[str]
-    """As in Inspect's logs, where a second `match` is `match1`."""
+    """Names as in Inspect's logs, where a second `match` is `match1`."""
 
     sandbox_type: str | None
     """`docker`, `local`, ..., or None."""
@@ -254,8 +254,8 @@ def _describe(task: TaskLike) -> str:
 # The task's solver runs unchanged with the agent as its `generate()`, so that its treatment of answers, such
 # as marking choices, applies to the submitted one.
 
-# Part of the system message.
 SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
+"""The default instruction about the submit tool in the system message."""
 
 
 @dataclass(frozen=True)

@@ -217,7 +217,7 @@ def heartbeat_interval_s(episode: Episode) -> float:
 class HeldClaim:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
-        # On the event loop, when a heartbeat learns that the claim is lost.
+        # Called on the event loop when a heartbeat learns that the claim is lost.
         self.on_lost: Callable[[], None] | None = None
         self.is_open = True
         self.timer: asyncio.TimerHandle | None = None
@@ -225,7 +225,7 @@ class HeldClaim:
 
     @asynccontextmanager
     async def cancelling_the_block(self) -> AsyncGenerator[None]:
-        """Raises ClaimLostError when a heartbeat learns that the claim is lost."""
+        """Cancel this block, and raise ClaimLostError, when a heartbeat learns that the claim is lost."""
         scope = asyncio.timeout(None)  # It cancels the block and recognizes its own cancellation.
         try:
             async with scope:

@@ -82,7 +82,7 @@ def given_ids(message: Mapping[str, Any]) -> list[str]:
 
 
 def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMessage]) -> list[ChatMessage]:
-    """The caller sent `reply` back as `repeated`, with other ids."""
+    """Give `results` the call ids of `reply`, which came back as `repeated`."""
     ours = [call["id"] for call in reply.get("tool_calls") or ()]
     positions = _call_positions(repeated)
     renamed = {id_: ours[position] for id_, position in positions.items() if ours[position] != id_}
@@ -142,7 +142,7 @@ def is_encodable(text: str) -> bool:
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Drop the instructions of earlier requests."""
+    """Append `messages`, dropping the instructions of earlier requests."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]

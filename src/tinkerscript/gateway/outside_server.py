@@ -69,7 +69,7 @@ _READ_BODY = msgspec.json.Decoder(_Body).decode
 
 
 class OutsideServer:
-    """It only raises GatewayError, which contains the role but not the address."""
+    """Raises only GatewayError, which contains the role but not the address."""
 
     def __init__(
         self,

@@ -231,7 +231,7 @@ NO_LIMITS = ResourceLimits()
 
 
 class Bubblewrap:
-    """It belongs to the event loop that starts it."""
+    """A sandbox that belongs to the event loop that starts it."""
 
     def __init__(self, limits: ResourceLimits = NO_LIMITS) -> None:
         """Raises IsolationError if `bwrap` or `nsenter` is missing, or if a limit cannot be enforced."""

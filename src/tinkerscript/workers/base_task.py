@@ -118,7 +118,7 @@ class EpisodeModel:
 
 
 class Task(ABC):
-    """Subclass it; its arguments are `task.train_args`."""
+    """A source of samples that can run them. Subclass it; its arguments are `task.train_args`."""
 
     task_id: str = ""  # The task's name on every machine. `load_task` sets it.
     temperature: float | None = None  # If calls set none. A run warns that 0 does not train.

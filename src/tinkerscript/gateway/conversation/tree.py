@@ -222,7 +222,7 @@ class MessageIndex:
         return None
 
     def fork_reason(self, path: MessagePath) -> str | None:
-        """None for the claim's first request."""
+        """Returns None for the claim's first request."""
         if not self._edges:
             return None
         if path.history_length == len(path.messages) and self.find(path):

@@ -62,7 +62,7 @@ class Upstream:
         )
 
     async def get(self, path: str) -> bytes | None:
-        """None if the path does not exist. Raises GatewayError."""
+        """Returns None if the path does not exist. Raises GatewayError."""
         return await self._send("GET", path, None)
 
     async def post(self, path: str, body: Any) -> bytes:
