@@ -1,8 +1,8 @@
 """Remove containers when the process that started them ends.
 
-Inspect does not do so if the process is killed or the engine does not answer at that moment. Therefore this file
-runs as a separate process, which receives the name of each Compose project before it starts, and removes the
-rest when its standard input closes.
+Inspect does not do so if the process is killed or the engine does not answer at that moment. Therefore this
+file runs as a separate process, which receives the name of each Compose project before it starts, and removes
+the rest when its standard input closes.
 """
 
 from __future__ import annotations

@@ -26,7 +26,10 @@ class OpenClaim:
 class ClaimBook(ABC):
     @abstractmethod
     async def open(self, key: str) -> OpenClaim:
-        """Renew the lease. Raises GatewayError 401 `invalid_api_key`, or 409 `claim_lost`."""
+        """Return the claim of `key` and renew its lease.
+
+        Raises GatewayError 401 `invalid_api_key` or 409 `claim_lost`.
+        """
 
     async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
         """Reserve the claim's limits before sampling. The lease does not expire until `end`.

@@ -75,8 +75,7 @@ class _Unencoded(int):
 
 
 class _DeferringTokenizer:
-    """Leaves long texts for `encoded`, because renderers attribute every id to a message: a fifth of the
-    time."""
+    """Leaves long texts for `encoded`: renderers attribute every id to a message, which is slow."""
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self.tokenizer = tokenizer

@@ -300,7 +300,7 @@ def _harmony(text: str, *, tool_calls: bool) -> ReadReply:
     while position < len(text):
         header = _HARMONY_HEADER.match(text, position)
         end = _HARMONY_END.search(text, header.end() if header else position + 1)
-        assert end is not None
+        assert end is not None  # \Z matches.
         whole, body = text[position : end.end()], text[header.end() if header else position : end.start()]
         position = end.end()
         channel = _CHANNEL.search(header[1]) if header else None

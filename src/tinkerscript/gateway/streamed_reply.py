@@ -100,7 +100,7 @@ class StreamedReply:
     async def follow(self, work: asyncio.Future[Any], caller: Caller) -> None:
         """Send text and tokens until `work` ends or the caller disconnects.
 
-        Raises GatewayError 503 if the engine restarts the sample after that.
+        Raises GatewayError 503 if the engine restarts a sample that was partly sent.
         """
         disconnected = caller.disconnected()
 

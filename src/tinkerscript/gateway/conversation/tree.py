@@ -110,6 +110,7 @@ class Node:
         before = turn.parent.reply if turn.parent else None
         # Kept, because computing them reads long tool arguments.
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
+        # Assistant messages that the caller wrote. Only a root has any.
         self.written = [
             (index, reasoning_of(message))
             for index, message in enumerate(turn.new_messages)
