@@ -4,11 +4,11 @@
 
     dataset = load_environment("tasks.py@sums", renderer, num_envs_per_group=8, batch_size=32)
     for builder in dataset.get_batch(0):
-        group = await do_group_rollout(builder, policy)   # tinker_cookbook
+        group = await do_group_rollout(builder, policy)  # tinker_cookbook
         rewards = group.get_total_rewards()
 
 Without Tinker, `TaskRunner` runs episodes against any `ChatPolicy`. Names that need tinker_cookbook are
-imported on first use, so that a machine without it can use the rest.
+imported on first use.
 """
 
 from __future__ import annotations

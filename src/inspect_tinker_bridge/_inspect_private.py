@@ -1,7 +1,4 @@
-"""All uses of Inspect's private modules.
-
-Written for inspect_ai 0.3.285. Each docstring says why the public API is not enough.
-"""
+"""All uses of Inspect's private modules (inspect_ai 0.3.285), and why the public API is not enough."""
 
 from __future__ import annotations
 
@@ -44,31 +41,26 @@ from inspect_ai.util._sandbox.registry import (
     registry_has_sandboxenv,
 )
 
-# Inspect's first eval changes the levels or handlers of these loggers.
+# The loggers with levels or handlers that Inspect's first eval changes.
 _LOGGERS = ("", "httpx", "httpx2")
 
 
 def task_names_in_file(path: Path) -> list[str]:
-    """Return the names of a file's `@task` functions without running it; none if it is not Python.
-
-    Private because the public `list_tasks` searches whole folders and skips hidden ones.
-    """
+    """Return a file's `@task` functions without running it. The public way searches whole folders."""
     return [name for name, _ in parse_decorators(path, "task")]
 
 
 def load_file(path: Path) -> None:
-    """Run a file in its folder to register its tasks. Private because the public way runs an eval."""
+    """Run a file in its folder to register its tasks. The public way runs an eval."""
     load_file_tasks(path.absolute())
 
 
 def create_in_file(path: Path, name: str, args: dict[str, Any]) -> Task:
-    """Create a task from a file that `load_file` ran, and record its origin."""
     return create_file_tasks(path, [name], args)[0]
 
 
 def find_registered(name: str) -> object | None:
-    """Return the `@task` function registered under `name`, or None. Private because the public way creates
-    it."""
+    """Return the registered `@task` function, or None. The public way creates the task."""
     return registry_lookup("task", name)
 
 
@@ -82,16 +74,12 @@ def registered_names() -> list[str]:
 
 
 def active_epoch() -> int | None:
-    """Return the epoch of the current context's sample, or None.
-
-    Private because a scorer's model call has no public way to name its sample.
-    """
+    """Return the current sample's epoch, or None. A scorer's model call has no public name for it."""
     active = sample_active()
     return None if active is None else active.epoch
 
 
 def sandbox_provider(name: str) -> type[SandboxEnvironment] | None:
-    """Return the sandbox provider registered under `name`, or None."""
     entrypoints.ensure_entry_points()
     return registry_find_sandboxenv(name) if registry_has_sandboxenv(name) else None
 
@@ -103,7 +91,6 @@ def sandbox_provider_names() -> list[str]:
 
 
 def sandbox_package(name: str) -> str | None:
-    """Return the package that Inspect knows to have this provider."""
     return _SANDBOX_PACKAGES.get(name)
 
 
@@ -126,7 +113,6 @@ async def start_sandboxes(
     setup: bytes | None,
     metadata: dict[str, Any],
 ) -> dict[str, SandboxEnvironment]:
-    """Start a sample's sandboxes, copy its files and run its setup, or clean up on failure."""
     return await sandbox_context.init_sandbox_environments_sample(
         provider, task_name, config, files, setup, metadata
     )
@@ -155,10 +141,7 @@ def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[
 
 
 def tell_docker_projects(tell: Callable[[str], None]) -> None:
-    """Call `tell` with the name of each future Compose project before it starts.
-
-    Private because there is no public hook, and Inspect invents the names.
-    """
+    """Call `tell` with each Compose project's name before it starts. Inspect invents the names."""
     own = docker.project_startup  # pyright: ignore[reportPrivateImportUsage]
 
     def startup(project: ComposeProject) -> None:
@@ -169,10 +152,9 @@ def tell_docker_projects(tell: Callable[[str], None]) -> None:
 
 
 async def dead_container() -> str:
-    """Return the engine's message if the current sample's container is gone, otherwise an empty string.
+    """Return the engine's message if the current sample's container is gone, or "".
 
-    Private because Inspect returns an ordinary failed command if the engine does not answer, and the
-    public `sandbox()` would add a command to the sample's record.
+    Inspect would return an ordinary failed command, and the public `sandbox()` would add one to the record.
     """
     environments = sandbox_context.sandbox_environments_context_var.get(None) or {}
     for environment in environments.values():
@@ -183,12 +165,12 @@ async def dead_container() -> str:
 
 
 def mark_choices(state: TaskState) -> None:
-    """Mark the choices in the state's output, as `multiple_choice()` does after generating."""
+    """Mark the choices, as `multiple_choice()` does after generating."""
     set_choices_based_on_generated_response(state, parse_answers(state, multiple_correct=True))
 
 
 def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
-    """Return the scorers' names as in an Inspect log, where a second `match` is `match1`."""
+    """Name the scorers as in an Inspect log, where a second `match` is `match1`."""
     names: list[str] = []
     for scorer in scorers:
         names.append(unique_scorer_name(scorer, names))
@@ -196,16 +178,14 @@ def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
 
 
 def cancel_sample(epoch: int) -> None:
-    """Cancel a sample without a score, release its sandbox and cancel its tools.
+    """Cancel a sample without a score. The public API can only end a sample from within.
 
-    Private because the public API can only end a sample from within. A starting sample ends after its
-    start; an unknown sample is ignored.
+    A starting sample ends after its start.
     """
     _interrupt(epoch, "cancel")
 
 
 def score_sample(epoch: int) -> None:
-    """Cancel a sample's solver and tools, and run the scorers. Private for the same reason."""
     _interrupt(epoch, "score")
 
 
@@ -216,28 +196,23 @@ def _interrupt(epoch: int, action: Literal["cancel", "score"]) -> None:
 
 
 def task_folder(task: Task) -> str:
-    """Return the folder from which a task's relative paths are read."""
     return task_run_dir(task)
 
 
 def overridden_sandbox(task: Task, sandbox: SandboxEnvironmentType) -> SandboxEnvironmentSpec | None:
-    """Replace a task's sandbox, as `inspect eval --sandbox` does. Private because that applies to all
-    tasks."""
+    """Replace one task's sandbox; `inspect eval --sandbox` does so for all tasks."""
     return resolve_task_sandbox(task, sandbox)
 
 
 async def with_inline_images(sample: Sample) -> Sample:
-    """Return the sample with the images of its input as data URLs.
-
-    Private because evals do this only for their first samples.
-    """
+    """Inline the input's images as data URLs. Evals do this only for their first samples."""
     plan = capture_task_input_media([sample])
     return await materialize_sample_input(sample, plan) if plan else sample
 
 
 @contextmanager
 def silent_display() -> Generator[None]:
-    """Turn off Inspect's display. Private because the public switch works once, before any use."""
+    """Turn off Inspect's display. The public switch works once, before any use."""
     before = _display._display_type  # pyright: ignore[reportPrivateUsage]
     _display.init_display_type("none")
     try:
@@ -249,8 +224,7 @@ def silent_display() -> Generator[None]:
 def without_live_sessions() -> None:
     """Turn off live sessions (ACP), with which editors follow a sample, in this context.
 
-    Private because there is no public switch. They cost a tenth of a short episode's CPU time. Versions
-    of Inspect without the flag keep them.
+    They cost a tenth of a short episode's CPU time, and have no public switch.
     """
     flag: ContextVar[bool] | None = getattr(transport, "_acp_live_active", None)
     if flag is not None:
@@ -260,9 +234,7 @@ def without_live_sessions() -> None:
 class ProcessState:
     """Process state that Inspect's first eval changes: `sys.excepthook`, log levels, root handlers.
 
-    It is captured at construction and restored by `restore`, which may be called repeatedly. Inspect's
-    logger stays at level ERROR, because otherwise it writes a trace record of every model call to a
-    file.
+    Inspect's logger stays at ERROR, because otherwise it writes a trace record of every model call to a file.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,8 @@
 """Remove containers when the process that started them ends.
 
-Inspect removes a sample's containers at the end of its episode or eval, but not if the process is
-killed or the engine does not answer at that moment. Therefore this file runs as a separate process,
-which receives the name of each Compose project before it starts. When its standard input closes, it
-removes the remaining containers, networks and volumes of these projects.
+Inspect does not do so if the process is killed or the engine does not answer at that moment. Therefore this
+file runs as a separate process, which receives the name of each Compose project before it starts, and removes
+the rest when its standard input closes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _LABEL = "com.docker.compose.project"
-# Networks and volumes can only go when no container uses them, so they come last.
+# Networks and volumes can only go when no container uses them.
 _KINDS = {
     "container": (["ps", "--all"], "ID", ["rm", "--force", "--volumes"]),
     "network": (["network", "ls"], "ID", ["network", "rm"]),
@@ -32,7 +31,6 @@ _sweeper: subprocess.Popen[bytes] | None = None
 
 
 def remove_at_the_end(project: str) -> None:
-    """Remove the rest of a Compose project when this process ends."""
     global _sweeper
     if _sweeper is None or _sweeper.poll() is not None:
         _sweeper = subprocess.Popen(
@@ -59,7 +57,7 @@ def _sweep(projects: set[str]) -> None:
         for kind, names in found.items():
             if names:
                 _docker(*_KINDS[kind][2], *names)
-        time.sleep(0.5)  # Earlier requests may still be in progress, or the engine may be starting.
+        time.sleep(0.5)  # Earlier requests may still be in progress.
 
 
 def _end_commands(projects: set[str]) -> bool:

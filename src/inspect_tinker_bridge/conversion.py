@@ -1,12 +1,9 @@
 """Convert Inspect's samples to JSON, and messages to OpenAI's chat format, in both directions.
 
-`sample_to_json` and `sample_from_json` convert samples. `to_dicts` and `from_dicts` convert stored
-conversations. `ChatConverter` converts the live model calls of an episode.
-
-Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, including its id's type, its
-None values and its sandbox, which pydantic's round trip loses. Text, reasoning and tool arguments
-survive to the character; what cannot be expressed raises UnsupportedError. Conversions take
-microseconds. Inspect's converters take a millisecond, a large part of a short episode's CPU time.
+Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, with its id's type, its None values
+and its sandbox, which pydantic's round trip loses. Text, reasoning and tool arguments survive to the
+character; what cannot be expressed raises UnsupportedError. Conversions take microseconds, Inspect's a
+millisecond.
 """
 
 from __future__ import annotations
@@ -74,7 +71,7 @@ MessageDict: TypeAlias = dict[str, Any]
 
 Json: TypeAlias = dict[str, Any]
 
-# OpenAI's names of GenerateConfig fields in requests. The server refuses what it does not support.
+# OpenAI's names of GenerateConfig fields.
 _SENT = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -91,7 +88,7 @@ _SENT = {
     "parallel_tool_calls": "parallel_tool_calls",
 }
 
-# Inspect applies these fields or configures its connections with them.
+# Inspect applies these itself.
 _INSPECTS_OWN = {
     "max_retries",
     "timeout",
@@ -107,7 +104,7 @@ _INSPECTS_OWN = {
 
 _INSPECTS_OWN_AT_HAND = {"cache", "cache_prompt", "batch", "fail_on_refusal", "reasoning_history"}
 
-# These fields tune sampling. In a Tinker environment the trainer decides them.
+# In a Tinker environment the trainer decides these.
 _TUNING = {
     "temperature",
     "top_p",
@@ -125,9 +122,7 @@ _TUNING = {
     "reasoning_summary",
 }
 
-LEFT_OUT = _TUNING - _SENT.keys()
-"""Fields that tune other providers' models, and that no request carries."""
-
+LEFT_OUT = _TUNING - _SENT.keys()  # They tune other providers' models, and no request carries them.
 _LEFT_OUT = LEFT_OUT | _INSPECTS_OWN_AT_HAND
 
 # pydantic, which writes logs, allows a nesting of about 250.
@@ -147,13 +142,13 @@ _STOP_REASONS: dict[str, StopReason] = {
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """Return the sample as JSON values without unset fields. Other metadata becomes its `repr`."""
+    """Convert a sample without its unset fields. Unknown metadata becomes its `repr`."""
     held: dict[str, Any] = from_json(to_json(sample, fallback=repr))
     return {name: value for name, value in held.items() if value is not None}
 
 
 def sample_from_json(held: Mapping[str, Any]) -> Sample:
-    """Restore a sample. Raises pydantic's ValidationError, or TypeError if there is no input."""
+    """Restore a sample. Raises pydantic's ValidationError, or TypeError without input."""
     fields = dict(held)
     sandbox = fields.pop("sandbox", None)
     sample = Sample.model_validate(fields)
@@ -165,18 +160,14 @@ def sample_from_json(held: Mapping[str, Any]) -> Sample:
 def sample_digest(sample: Sample) -> str:
     """Return a digest of the problem that is equal on all machines and independent of its id.
 
-    It covers input, choices, target and metadata. Of absolute paths only the last part counts, and of
-    objects of unknown types only the type.
+    Absolute paths count with their last part, and objects of unknown types with their type.
     """
     problem = (sample.input, sample.choices, sample.target, sample.metadata)
     return hashlib.sha256(repr(_settled(problem)).encode()).hexdigest()[:32]
 
 
 def sample_summary(sample: Sample) -> dict[str, Any]:
-    """Describe the sample for readers that cannot load its task.
-
-    Returns `id`, `input`, `choices`, `target`, `metadata` as JSON values, and its `digest`.
-    """
+    """Describe the sample as JSON for readers that cannot load its task."""
     held = {
         "id": sample.id,
         "input": sample.input,
@@ -236,18 +227,14 @@ def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
 
 
 def to_dicts(messages: Sequence[ChatMessage]) -> list[MessageDict]:
-    """Convert Inspect messages for storage.
-
-    Raises UnsupportedError for content other than text, reasoning and images.
-    """
+    """Convert messages for storage. Raises UnsupportedError beyond text, reasoning and images."""
     return [_to_dict(message) for message in messages]
 
 
 def from_dicts(conversation: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Convert stored messages to Inspect messages.
+    """Convert stored messages. Raises UnsupportedError for an unknown role.
 
-    Tool arguments that are not a JSON object become `{"raw_text": ...}` with a `parse_error`. Raises
-    UnsupportedError for an unknown role.
+    Tool arguments that are not a JSON object become `{"raw_text": ...}` with a `parse_error`.
     """
     return [_from_dict(message) for message in conversation]
 
@@ -255,12 +242,11 @@ def from_dicts(conversation: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
 class ChatConverter:
     """Converts the model calls of one episode.
 
-    It remembers the arguments of each tool call as the server sent them. The next request repeats them
-    exactly, so that the server recognizes its reply.
+    It repeats tool arguments as the server sent them, so that the server recognizes its reply.
     """
 
     def __init__(self) -> None:
-        # The arguments of each tool call, as sent and as parsed.
+        # Tool arguments, as sent and as parsed.
         self._arguments: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def request(
@@ -270,7 +256,7 @@ class ChatConverter:
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> Json:
-        """Build the body of a chat completions request. Raises UnsupportedError with the field."""
+        """Raises UnsupportedError with the field."""
         body: Json = {"model": "policy", "messages": [self._message(message) for message in messages]}
         if tools:
             body["tools"] = [_tool(tool) for tool in tools]
@@ -278,7 +264,6 @@ class ChatConverter:
         return body | sampling_fields(config)
 
     def output(self, completion: Json) -> ModelOutput:
-        """Convert a chat completion. Assistant messages get the completion's id."""
         usage: Json = completion.get("usage") or {}
         return ModelOutput(
             model=str(completion.get("model", "policy")),
@@ -336,10 +321,7 @@ class ChatConverter:
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
-    """Return the request fields of a GenerateConfig. Raises UnsupportedError with unsupported fields.
-
-    Fields that only tune some other models are left out (see `unapplied`).
-    """
+    """Return a GenerateConfig's request fields. Raises UnsupportedError."""
     wanted = _wanted(config)
     _refuse(wanted.keys() - _SENT.keys() - {"response_schema"} - _LEFT_OUT - _INSPECTS_OWN)
     fields = {_SENT[name]: value for name, value in wanted.items() if name in _SENT}
@@ -351,16 +333,16 @@ def sampling_fields(config: GenerateConfig) -> Json:
 
 
 def unapplied(config: GenerateConfig) -> list[str]:
-    """Return the set fields of a GenerateConfig that no request carries, as `name=value`."""
+    """Return the set fields that no request carries, as `name=value`."""
     wanted = _wanted(config)
     return [f"{name}={wanted[name]!r}" for name in sorted(wanted) if name in LEFT_OUT]
 
 
 def check_for_tinker(config: GenerateConfig, *, applied: Collection[str] = ()) -> list[str]:
-    """Return the fields of a GenerateConfig that the trainer decides, as `name=value`, except `applied` ones.
+    """Return the fields that the trainer decides, as `name=value`, except `applied` ones.
 
-    Raises UnsupportedError for fields that a Tinker environment cannot apply or leave to the trainer,
-    such as several choices or logprobs.
+    Raises UnsupportedError for fields that a Tinker environment cannot apply, such as several choices or
+    logprobs.
     """
     wanted = _wanted(config)
     one = {"num_choices": 1, "best_of": 1, "logprobs": False}
@@ -383,7 +365,6 @@ def _refuse(fields: set[str], values: Mapping[str, Any] | None = None) -> None:
 
 
 def text_of(message: MessageDict) -> str:
-    """Return the text of a stored message, without its images."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -502,10 +483,10 @@ def _assistant_content(message: Mapping[str, Any]) -> str | list[Content]:
 
 
 def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
-    """Parse the arguments of a sampled tool call, and return a description of any problem. Never raises.
+    """Parse a sampled tool call's arguments, and describe any problem. Never raises.
 
-    They must be a JSON object without values that a tool, sandbox or log could not take: lone
-    surrogates, NUL characters, values nested more than 100 deep, integers of thousands of digits.
+    It refuses values that a tool, sandbox or log could not take: lone surrogates, NUL characters, nesting of
+    more than 100, integers of thousands of digits.
     """
     try:
         arguments = json.loads(raw or "{}")
@@ -520,7 +501,7 @@ def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
 
 
 def tool_call(call_id: str, name: str, arguments: dict[str, Any], problem: str | None) -> ToolCall:
-    """Make a sampled tool call. `problem` describes invalid arguments; the name may be invalid too."""
+    """`problem` describes invalid arguments; the name may be invalid too."""
     if (unusable := _unusable_text(name)) is not None:
         name = name.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
         problem = f"the tool's name, {name}, {unusable.replace('have', 'has', 1)}"

@@ -1,7 +1,4 @@
-"""Convert an Inspect dataset to a Hugging Face dataset: one row per sample with the model's prompt.
-
-Invariant: a row's `info` holds its whole sample as JSON, so that rows are independent.
-"""
+"""Convert an Inspect dataset to a Hugging Face dataset: one row per sample with the model's prompt."""
 
 from __future__ import annotations
 
@@ -25,17 +22,16 @@ __all__ = ["FEATURES", "DatasetRow", "inspect_dataset_to_hf"]
 
 class DatasetRow(TypedDict):
     prompt: list[MessageDict]
-    """The messages of the first model call: `role`, `content` (text), and `message` (the whole message as
-    JSON)."""
+    """The first model call's messages: `role`, `content` (text), and `message` (all of it, as JSON)."""
 
     answer: str | None
-    """The target, with several targets on separate lines, or None."""
+    """Several targets are on separate lines."""
 
     info: str
-    """JSON with the task's name and the whole sample. `conversion.sample_of_row` reads it."""
+    """JSON with the task's name and the whole sample, for `conversion.sample_of_row`."""
 
     id: str
-    """The sample's id as text. `info` keeps its type."""
+    """The id as text. `info` keeps its type."""
 
 
 FEATURES = Features(
@@ -56,10 +52,10 @@ def inspect_dataset_to_hf(
 ) -> Dataset:
     """Convert a task's samples to a dataset with the columns of `DatasetRow`.
 
-    Every sample's solver runs up to its first model call, in a thread with its own event loop; no other
-    eval may run in the process meanwhile. `additional_system_content` is appended to the system
-    message, or becomes one. Raises UnsupportedError for content other than text, reasoning and images,
-    TaskFailedError if a solver raises or first asks the model of a role, and RunnerError.
+    Every sample's solver runs up to its first model call; no other eval may run in the process meanwhile.
+    `additional_system_content` is appended to the system message, or becomes one. Raises UnsupportedError for
+    content other than text, reasoning and images, TaskFailedError if a solver raises or first asks the model
+    of a role, and RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     samples = info.samples[:max_samples]
@@ -73,7 +69,7 @@ def inspect_dataset_to_hf(
 
 
 def _run_prompts(info: InspectTaskInfo, samples: Sequence[Sample]) -> list[list[MessageDict]]:
-    # In notebooks, Inspect replaces asyncio.run with a version that leaves its loop open.
+    # In notebooks, Inspect's asyncio.run leaves its loop open.
     with asyncio.Runner() as loop:
         return loop.run(_prompts(info, samples))
 

@@ -1,10 +1,8 @@
-"""Tinker environments of Inspect tasks: `InspectEnv`, groups of them, and datasets of groups.
+"""Tinker environments of Inspect tasks: `InspectEnv`, groups, and datasets of groups.
 
-An `InspectEnv` answers the model calls of a running episode one `step` at a time, while the solver runs
-unchanged. Invariants: each observation extends the previous one and its action unless `fork` says
-otherwise. A failure raises TaskFailedError and is never a reward of 0. `cleanup` ends what the trainer
-left unfinished. Group builders pickle small, and a dataset's batches depend only on its options, so
-that a resumed run gets the same ones.
+Invariants: each observation extends the previous one and its action unless `fork` says otherwise. A failure
+raises TaskFailedError and is never a reward of 0. A dataset's batches depend only on its options, so that a
+resumed run gets the same ones.
 """
 
 from __future__ import annotations
@@ -65,8 +63,7 @@ __all__ = ["EnvOptions", "EnvType", "InspectEnv", "InspectEnvGroupBuilder", "Ins
 logger = logging.getLogger(__name__)
 
 EnvType = Literal["single_turn", "multi_turn", "task"]
-"""`single_turn` is one action and its score, `multi_turn` an agent with bash, python and submit, `task`
-the task's solver. The last two end after `max_turns` actions."""
+"""`single_turn` takes one action, `multi_turn` adds an agent, `task` runs the task's solver."""
 
 # Other limits keep Inspect's names.
 _STOPS = {
@@ -86,11 +83,10 @@ class EnvOptions:
 
     env_type: EnvType = "single_turn"
     max_turns: int = 10
-    """The maximum number of actions unless `single_turn`. A further model call ends and scores the
-    episode."""
+    """Limits the actions unless `single_turn`. A further model call ends and scores the episode."""
 
     scorer_weights: Mapping[str, float] | None = None
-    """The weight of each scorer by name, or None for equal weights."""
+    """Weights by scorer name. None: equal weights."""
 
     runner: RunnerOptions = field(default_factory=RunnerOptions)
     applied: frozenset[str] = frozenset()
@@ -105,12 +101,12 @@ class EnvOptions:
 
 
 class InspectEnv(Env):
-    """One episode of one sample. It is used once and starts at `initial_observation`.
+    """One episode of one sample, used once. It answers the solver's model calls one `step` at a time.
 
-    Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action.
-    Metrics of the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks),
-    `format_valid` (1 if every action ended properly and its tool calls parsed), and `action_unseen` (1
-    if a limit of the task ended the solver before it got the action).
+    Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action. Metrics of
+    the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks), `format_valid` (1
+    if every action ended properly and its tool calls parsed), and `action_unseen` (1 if a limit of the task
+    ended the solver before it got the action).
     """
 
     def __init__(
@@ -122,8 +118,7 @@ class InspectEnv(Env):
         *,
         task: InspectTaskInfo | None = None,
     ) -> None:
-        """`task` is required if the runner has several tasks, and `options.runner` if it has a task with
-        several options."""
+        """`task` is required if the runner has several, `options.runner` if it has one several times."""
         self._runner = runner
         self._task = task
         self._sample = sample
@@ -139,21 +134,18 @@ class InspectEnv(Env):
         self._rewarded = False
         self.outcome: EpisodeOutcome | None = None
         self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
-        """The messages of each prompt with the message of its action."""
+        """Each prompt's messages with its action's message."""
 
-        self.unapplied: set[str] = set()
-        """Sampling settings of the task that the trainer decides, as `name=value`."""
-
+        self.unapplied: set[str] = set()  # Settings that the trainer decides, as `name=value`.
         self.scored: EpisodeReward | None = None
         self.record: EvalSample | None = None
-        """Inspect's record of the episode, even of a failed one, or None before its end."""
+        """Inspect's record, also of a failed episode; None before its end."""
 
     async def initial_observation(
         self,
     ) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
         """Start the episode. Returns the prompt of its first model call (token ids) and the stop condition.
 
-        A solver that ends without a model call is scored and reported as an episode without an action.
         Raises TaskFailedError if the solver or a scorer raises, and RunnerError.
         """
         run = self._runner.run(
@@ -193,11 +185,10 @@ class InspectEnv(Env):
         return StepResult(scored.reward, True, nothing, [], metrics=metrics, logs=_logs(outcome))
 
     async def finish(self) -> tuple[float, Metrics]:
-        """Score an episode that the trainer stopped early, ending its solver.
+        """Score an episode that the trainer stopped early.
 
-        Returns the reward that no step has returned yet, and the metrics without `stop/`, which the
-        trainer reports. Raises TaskFailedError if the episode never started, or if the solver or a
-        scorer raises.
+        Returns the reward that no step has returned yet, and the metrics without `stop/`. Raises
+        TaskFailedError if the episode never started, or if the solver or a scorer raises.
         """
         if self._rewarded:
             return 0.0, {}
@@ -212,7 +203,7 @@ class InspectEnv(Env):
         return scored.reward, {name: value for name, value in metrics.items() if not name.startswith("stop/")}
 
     async def abandon(self) -> None:
-        """End the episode without a score. Idempotent; never raises."""
+        """End the episode without a score. Never raises. Idempotent."""
         if self._episode is not None:
             self._episode.cancel()
             await asyncio.wait({self._episode})
@@ -249,7 +240,7 @@ class InspectEnv(Env):
         return 1 if self._options.env_type == "single_turn" else self._options.max_turns
 
     def _refuse(self) -> None:
-        # The solver called the model once too often. It is scored.
+        # The solver called the model once too often.
         limit = self._allowed_turns
         self._pending.finish(LimitExceededError("custom", value=limit + 1, limit=limit, message="max_turns"))
 
@@ -269,7 +260,7 @@ class InspectEnv(Env):
         return self._prompt.model_input, _stop_condition(self._renderer, self.generate_config)
 
     def _answer(self, call: PendingCall, action: list[int], *, truncated: bool) -> bool:
-        """Pass the action to the solver, and return whether the solver had already ended."""
+        """Return whether the solver had already ended."""
         parsed = self._parse(call.request, action)
         self._format_valid &= parsed.is_well_formed
         output = to_model_output(
@@ -306,10 +297,7 @@ class InspectEnv(Env):
 
 @dataclass
 class InspectEnvGroupBuilder(EnvGroupBuilder):
-    """Makes the group of one sample: `num_envs` episodes to compare. It is used once.
-
-    The process that unpickles it loads the task once.
-    """
+    """Makes one sample's group: `num_envs` episodes to compare. It is used once."""
 
     task: InspectTaskInfo
     sample: Sample
@@ -323,8 +311,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
         require_counts(num_envs_per_group=self.num_envs)
 
     async def make_envs(self) -> Sequence[Env]:
-        """Make `num_envs` environments without starting them. Waits while another event loop runs
-        episodes."""
+        """Make `num_envs` environments, unstarted. Waits while another event loop runs episodes."""
         if self._runner is None:
             self._runner = await shared_pool().acquire(self.task, self.options.runner)
         made = [
@@ -337,15 +324,14 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """Score episodes that the trainer stopped early. The others returned their reward in the last
-        step."""
+        """Score episodes that the trainer stopped early. The others returned their reward already."""
         envs = [env for env in env_group if isinstance(env, InspectEnv)]
         if len(envs) != len(trajectory_group):
             raise UnsupportedError(f"{len(trajectory_group)} trajectories, {len(envs)} Inspect environments")
         return list(await asyncio.gather(*(env.finish() for env in envs)))
 
     async def cleanup(self) -> None:
-        """End running episodes and release the runner. Idempotent; raises nothing."""
+        """End running episodes and release the runner. Never raises. Idempotent."""
         envs, self._envs = self._envs, []
         runner, self._runner = self._runner, None
         try:
@@ -386,8 +372,7 @@ class InspectRLDataset(RLDataset):
     ) -> None:
         """`builder` is the template of every group, and `batch_size` counts samples.
 
-        With `shuffle_seed=None` a seed is drawn, which the `shuffle_seed` property returns. Raises
-        EnvironmentConfigError for counts below 1.
+        With `shuffle_seed=None` a seed is drawn. Raises EnvironmentConfigError for counts below 1.
         """
         require_counts(batch_size=batch_size, num_epochs=num_epochs)
         self._builder = builder
@@ -412,7 +397,7 @@ class InspectRLDataset(RLDataset):
         return self._seed
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
-        """Make the group builders of one batch. Raises IndexError outside `0 <= index < len(self)`."""
+        """Raises IndexError outside `0 <= index < len(self)`."""
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of {len(self)}")
         start = index * self._batch_size
@@ -425,10 +410,9 @@ class InspectRLDataset(RLDataset):
     def split(
         self, test_samples: int, *, seed: int = 0, num_envs_per_group: int = 1
     ) -> tuple[InspectRLDataset, InspectRLDataset]:
-        """Split into train and test, where test is one epoch of `test_samples` samples drawn with `seed`.
+        """Split off a test set: one epoch of `test_samples` samples drawn with `seed`.
 
-        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError if either would
-        be empty.
+        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError for an empty part.
         """
         require_counts(test_samples=test_samples)
         if not test_samples < len(self._samples):

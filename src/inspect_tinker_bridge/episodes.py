@@ -1,8 +1,8 @@
 """Episodes inside an eval: their model calls, the policies that answer them, and their outcomes.
 
-Invariants: a model call belongs to exactly one episode, found through a context variable in the
-solver's context. A call without one comes from a scorer that grades with the policy. Every call that
-`PendingCalls.generate` accepts is taken by `next_call`, or fails with the limit of `finish`.
+Invariants: a model call belongs to exactly one episode, found through a context variable. A call without one
+comes from a scorer that grades with the policy. Every call that `PendingCalls.generate` accepts is taken by
+`next_call`, or fails with the limit of `finish`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,8 @@ from inspect_tinker_bridge.errors import (
     SelfGradingError,
 )
 
-MODEL_NAME = "tinkerbridge/policy"
-"""The name of the trained model in Inspect's states and logs."""
-
-UNLIMITED = 1_000_000
-"""Disables Inspect's concurrency limits, because callers decide how many episodes run at once."""
+MODEL_NAME = "tinkerbridge/policy"  # The trained model in Inspect's states and logs.
+UNLIMITED = 1_000_000  # Callers decide how many episodes run at once.
 
 
 @dataclass(frozen=True)
@@ -61,21 +58,20 @@ class GenerateRequest:
     tool_choice: ToolChoice
     config: GenerateConfig
     role: str = ""
-    """The role of the requested model, or empty for the policy."""
+    """The requested role, or empty for the policy."""
 
 
 class ChatPolicy(Protocol):
     """Answers the model calls of one episode. Calls overlap if the solver makes them concurrently.
 
-    A policy may have a method `count_text_tokens(text) -> int` for agents that count tokens. Without
-    one, three bytes of UTF-8 count as a token.
+    It may have a method `count_text_tokens(text) -> int`. Otherwise, three bytes of UTF-8 count as a token.
     """
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Answer one call. Exceptions propagate through the solver.
+        """Answer one call.
 
-        `TaskRunner.run` raises one that ends the episode. `inspect_ai.util.LimitExceededError` ends the
-        solver and lets the scorers run.
+        `TaskRunner.run` raises an exception that ends the episode. `inspect_ai.util.LimitExceededError` ends
+        the solver and lets the scorers run.
         """
         ...
 
@@ -84,19 +80,18 @@ class ChatPolicy(Protocol):
 class EpisodeOutcome:
     sample_id: int | str
     scores: dict[str, Score]
-    """Scores by scorer name, which are empty if the solver or a scorer raised."""
+    """Scores by scorer name; empty if the solver or a scorer raised."""
 
     error: str | None
-    """The exception of the solver or a scorer, or None."""
+    """The exception of the solver or a scorer."""
 
     limit: str | None
-    """The type of the limit that ended the solver (`message`, `token`, `turn`, `time`, `custom`...), or
-    None."""
+    """What ended the solver: `message`, `token`, `turn`, `time`, `custom`..."""
 
     messages: list[ChatMessage]
     traceback: str = ""
     completion: str = ""
-    """The text of the output that was scored."""
+    """The text that was scored."""
 
     record: EvalSample | None = field(default=None, repr=False, compare=False)
 
@@ -119,22 +114,17 @@ class RunningEpisode:
     policy: ChatPolicy
     ended: asyncio.Future[EpisodeOutcome]
     calls: set[asyncio.Task[ModelOutput]] = field(default_factory=set["asyncio.Task[ModelOutput]"])
+    # The policy's last exception, raised if the episode ends with an error.
     failure: Exception | None = None
-    """The policy's last exception, which is raised to the caller if the episode ends with an error."""
-
-    scorer_error: Exception | None = None
-    """A scorer's exception, which Inspect drops if the trainer had stopped the episode."""
-
-    is_finishing: bool = False
-    """Whether the solver should end now, or before it begins."""
-
+    scorer_error: Exception | None = None  # Inspect drops it if the trainer had stopped the episode.
+    is_finishing: bool = False  # The solver should end now, or before it begins.
     self_graded: bool = False
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
+    # Receives Inspect's record of the episode, whatever its outcome.
     on_record: Callable[[EvalSample], None] = lambda record: None
-    """Receives Inspect's record of the episode, whatever its outcome."""
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Ask the policy. Raises EpisodeAbandonedError after the end of the episode."""
+        """Raises EpisodeAbandonedError after the end of the episode."""
         if self.ended.done():
             raise EpisodeAbandonedError("the episode has ended; its model calls are refused")
         call = asyncio.create_task(_answer(self.policy, request))
@@ -154,7 +144,6 @@ class RunningEpisode:
             self.calls.discard(call)
 
     def end(self, outcome: EpisodeOutcome) -> None:
-        """Deliver the outcome, unless the episode was abandoned."""
         if self.ended.done():
             return
         if outcome.record is not None:
@@ -169,7 +158,7 @@ class RunningEpisode:
             self.ended.set_result(outcome)
 
     def abandon(self, error: Exception | None = None) -> None:
-        """End without a score. Pending model calls fail with `error` if given, and later ones are refused."""
+        """End without a score. Pending model calls fail with `error` if given; later ones are refused."""
         if not self.ended.done():
             if error is None:
                 self.ended.cancel()
@@ -195,7 +184,6 @@ class PendingCalls:
         count_text_tokens: Callable[[str], int] | None = None,
         on_ignored_limit: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_ignored_limit` is called if the solver continues after the limit of `finish`."""
         self.calls: asyncio.Queue[PendingCall] = asyncio.Queue()
         self.count_text_tokens = count_text_tokens or estimated_tokens
         self._on_ignored_limit = on_ignored_limit
@@ -203,7 +191,7 @@ class PendingCalls:
         self._waiting: set[asyncio.Future[ModelOutput]] = set()
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Queue the call and wait for its reply. Raises the limit after `finish`."""
+        """Raises the limit after `finish`."""
         if self._limit is not None:
             self._on_ignored_limit()
             raise self._limit
@@ -223,7 +211,7 @@ class PendingCalls:
                 reply.set_exception(limit)
 
     async def next_call(self, episode: asyncio.Future[Any]) -> PendingCall | None:
-        """Return the next model call, or None once `episode` has ended."""
+        """Returns None once `episode` has ended."""
         if episode.done():
             return None
         waiter = asyncio.ensure_future(self.calls.get())
@@ -234,14 +222,12 @@ class PendingCalls:
             waiter.cancel()
 
 
-Episodes = Mapping[int, RunningEpisode]
-"""Running episodes by Inspect's epoch number, which is unique."""
-
+Episodes = Mapping[int, RunningEpisode]  # Keys are Inspect's epoch numbers, which are unique.
 _CURRENT: ContextVar[RunningEpisode | None] = ContextVar("inspect_tinker_bridge_episode", default=None)
 
 
 def current_policy() -> ChatPolicy:
-    """Return the policy of the calling solver's episode. Raises RunnerError outside of an episode."""
+    """Raises RunnerError outside of an episode."""
     episode = _CURRENT.get()
     if episode is None:
         raise RunnerError("no episode runs in this context")
@@ -250,7 +236,7 @@ def current_policy() -> ChatPolicy:
 
 @solver
 def bind_episode(episodes: Episodes) -> Solver:
-    """A setup solver that assigns its context's model calls to the sample's episode."""
+    """Make a setup solver that assigns its context's model calls to the sample's episode."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         episode = episodes.get(state.epoch)
@@ -265,7 +251,7 @@ def bind_episode(episodes: Episodes) -> Solver:
 
 
 def guarded(own: Solver) -> Solver:
-    """Wrap a solver so that its exceptions only fail its episode (see `reportable`)."""
+    """Wrap a solver so that its exceptions only fail its episode."""
     if isinstance(own, Sequence):
         return chain([guarded(each) for each in cast("Sequence[Solver]", own)])
 
@@ -284,8 +270,8 @@ def guarded(own: Solver) -> Solver:
 def reportable(error: BaseException) -> BaseException:
     """Return `error`, or a replacement that does not end the eval with all its episodes.
 
-    Inspect fails on errors that are not an Exception, and on messages that UTF-8 cannot encode, such as
-    text that a model wrote as JSON (`"\ud800"`).
+    Inspect fails on errors that are not an Exception, and on messages that UTF-8 cannot encode, such as JSON
+    text from a model (`"\ud800"`).
     """
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return error
@@ -335,18 +321,16 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
 
 
 def policy_model(episodes: Episodes, *, allow_self_grading: bool = False) -> Model:
-    """Return the Inspect model that forwards calls to the policy of the calling episode."""
     _price_policy()
     return _made(MODEL_NAME, episodes, allow_self_grading=allow_self_grading)
 
 
 def role_model(episodes: Episodes, role: str) -> Model:
-    """Return the Inspect model of a role that the episodes' policies answer for. Scorers may call it."""
     return _made(f"{MODEL_NAME}-{role}", episodes, allow_self_grading=True, role=role)
 
 
 def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str = "") -> Model:
-    # A unique name keeps `generate(cache=True)` from returning a reply of another run's policy.
+    # Otherwise `generate(cache=True)` could return a reply of another run's policy.
     made = get_model(f"{name}-{uuid4().hex[:12]}", memoize=False)
     if not isinstance(made.api, _PolicyAPI):
         raise TypeError(f"another package registered the model API 'tinkerbridge': {type(made.api)}")
@@ -357,8 +341,7 @@ def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str 
 class _UntimedModel(Model):
     """A model with calls that no GenerateConfig times out, retries or delays.
 
-    It overrides a protected method. The public API merges the configs of task, solver and call earlier,
-    and `attempt_timeout` would discard a finished reply.
+    The public API merges configs earlier, and `attempt_timeout` would discard a finished reply.
     """
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
@@ -379,10 +362,7 @@ _CONNECTION_FIELDS = (
 
 
 class TuningLeftOut(Model):
-    """A model that drops the fields of `conversation.unapplied` from every GenerateConfig.
-
-    Inspect's providers would send them to a server that refuses them.
-    """
+    """Drops `conversation.unapplied` fields, which servers would refuse, from every GenerateConfig."""
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
         return super()._resolve_config(config).model_copy(update=dict.fromkeys(LEFT_OUT))
@@ -390,7 +370,6 @@ class TuningLeftOut(Model):
 
 @functools.cache
 def refusing_model(role: str) -> Model:
-    """Return an Inspect model that answers with an error in place of a role's model."""
     model = get_model(f"{MODEL_NAME}-without-{role}", memoize=False)
     if isinstance(model.api, _PolicyAPI):
         model.api.instead_of = role
@@ -406,7 +385,7 @@ def _price_policy() -> None:
 
 
 def estimated_tokens(text: str) -> int:
-    """Estimate the number of tokens without a tokenizer, rather too high."""
+    # This estimate is rather too high.
     return max(1, len(text.encode(errors="replace")) // 3)
 
 
@@ -416,14 +395,13 @@ class _PolicyAPI(ModelAPI):
         self.episodes: Episodes = {}
         self.allow_self_grading = False
         self.role = ""
-        self.instead_of: str | None = None
-        """The role that this model replaces. It then refuses every call."""
+        self.instead_of: str | None = None  # It replaces this role, and refuses every call.
 
     def max_connections(self) -> int:
         return UNLIMITED
 
     def canonical_name(self) -> str:
-        """The name under which Inspect looks up prices and context lengths."""
+        # Inspect looks up prices and context lengths by it.
         return MODEL_NAME
 
     def should_retry(self, ex: BaseException) -> bool:

@@ -108,7 +108,7 @@ class SelfGradingError(EpisodeError):
 
 
 def require_counts(**values: object) -> None:
-    """Raise EnvironmentConfigError, naming the option, for anything but an integer of at least 1."""
+    """Raise EnvironmentConfigError for anything but an integer of at least 1."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise EnvironmentConfigError(f"{name} is {value!r}; it must be an integer of at least 1")

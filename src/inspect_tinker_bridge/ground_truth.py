@@ -1,7 +1,6 @@
 """Find a task's prompt by running the solver up to its first model call.
 
-Invariant: the messages are those of the first `generate()`, whatever the solver does. Neither the
-policy nor a role's model is called, but a model that the solver names is.
+Neither the policy nor a role's model is called.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ __all__ = ["get_ground_truth_messages", "ground_truth_of", "silent_roles"]
 async def get_ground_truth_messages(task: Task | InspectTaskInfo, sample: Sample) -> list[ChatMessage]:
     """Return the messages of the solver's first model call, or its final messages without one.
 
-    Waits while another event loop runs episodes. Raises TaskFailedError if the solver raises before
-    that or needs the reply of a role's model, and RunnerError.
+    Waits while another event loop runs episodes. Raises TaskFailedError if the solver raises before that or
+    needs the reply of a role's model, and RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     runner = await shared_pool().acquire(info, silent_roles(info))
@@ -36,13 +35,12 @@ async def get_ground_truth_messages(task: Task | InspectTaskInfo, sample: Sample
 
 
 def silent_roles(info: InspectTaskInfo) -> RunnerOptions:
-    """Return options under which the task's model roles answer with an error."""
+    """Make the task's model roles answer with an error."""
     roles: dict[str, str | Model] = {role: refusing_model(role) for role in info.task.model_roles or {}}
     return RunnerOptions(model_roles=roles or None)
 
 
 async def ground_truth_of(runner: TaskRunner, info: InspectTaskInfo, sample: Sample) -> list[ChatMessage]:
-    """Return the messages with an open runner. A sample without an id gets a temporary one."""
     if sample.id is None:
         sample = sample.model_copy(update={"id": 1})
     pending = PendingCalls()

@@ -1,8 +1,7 @@
 """Turn a task into a Tinker dataset: `load_environment`, and `InspectRLDatasetBuilder` for tinker_cookbook.
 
-Importing this module registers older renderer names with tinker_cookbook. Invariants: every option is
-checked before the first episode, and none is dropped. Train and test sets never share a sample unless
-the task's arguments make them.
+Importing this module registers older renderer names with tinker_cookbook. Invariant: train and test sets
+never share a sample unless the task's arguments make them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ from inspect_tinker_bridge.tasks import (
 __all__ = ["InspectRLDatasetBuilder", "load_environment"]
 
 OLD_RENDERER_NAMES = {"LlamaRenderer": "llama3", "QwenRenderer": "qwen3"}
-"""Current names in tinker_cookbook of older renderer names."""
 
 
 def load_environment(
@@ -72,29 +70,27 @@ def load_environment(
 ) -> InspectRLDataset:
     """Make a Tinker dataset of environments from a task's samples.
 
-    `task` is a task function, a Task, `file.py@name` or a registered name. `task_args` and all further
-    keyword arguments are passed to the task function. `renderer` is a tinker_cookbook renderer, or the
-    name of one together with a `tokenizer`, and an `image_processor` for images.
+    `task` is a task function, a Task, `file.py@name` or a registered name. `task_args` and further keyword
+    arguments are passed to the task function. `renderer` is a tinker_cookbook renderer, or its name together
+    with a `tokenizer`, and an `image_processor` for images.
 
-    `env_type`: `single_turn` takes one action and scores it. `multi_turn` gives a task without an agent
-    one with bash, python and submit in its sandbox; `submit_instruction` is added to the system
-    message, and a bash or python call may take `tool_timeout` seconds. `task` runs the task's own
-    solver or agent. The last two take at most `max_turns` actions.
+    `env_type`: `single_turn` takes one action and scores it. `multi_turn` gives a task without an agent one
+    with bash, python and submit in its sandbox; `submit_instruction` is added to the system message, and a
+    bash or python call may take `tool_timeout` seconds. `task` runs the task's own solver or agent. The last
+    two take at most `max_turns` actions.
 
-    A batch is `batch_size` samples with `num_envs_per_group` episodes each. `max_samples` keeps only
-    the first samples. `num_epochs` is the number of passes over them; with `shuffle`, each pass has a
-    new order drawn from `shuffle_seed` (None draws a seed now).
+    A batch is `batch_size` samples with `num_envs_per_group` episodes each. `max_samples` keeps only the
+    first samples. `num_epochs` counts the passes over them; with `shuffle`, each has a new order drawn from
+    `shuffle_seed` (None draws a seed now).
 
-    `sandbox_type` and `sandbox_config` (path of the provider's config file) replace the task's own
-    sandbox. `scorer_weights` weights the scorers by name. `model_roles` names the models of graders and
-    simulated users; `allow_self_grading` lets a scorer without a grader call the policy, which is an
-    error otherwise.
+    `sandbox_type` and `sandbox_config` (path of the provider's config file) replace the task's sandbox.
+    `scorer_weights` is by scorer name. `model_roles` names the models of graders and simulated users;
+    `allow_self_grading` lets a scorer without a grader call the policy, which is an error otherwise.
 
     The trainer chooses the sampling parameters: of the task's GenerateConfig, only `stop_seqs` applies.
 
-    Raises EnvironmentConfigError (a ValueError) for an option that cannot be used, UnsupportedError for
-    a GenerateConfig that a policy does not support, SandboxError for a sandbox that is not available
-    here, and the errors of `load_inspect_task`.
+    Raises EnvironmentConfigError (a ValueError) for an option that cannot be used, UnsupportedError for a
+    GenerateConfig that a policy does not support, SandboxError, and the errors of `load_inspect_task`.
     """
     _check_self_grading(env_type, allow_self_grading)
     if max_samples is not None:
@@ -125,8 +121,8 @@ def load_environment(
 class InspectRLDatasetBuilder(RLDatasetBuilder):
     """Configures an Inspect task as the dataset of `tinker_cookbook.rl.train` and its command line.
 
-    The test set is `test_samples` held-out samples, or the task with `test_task_args`, or none. The
-    other fields are those of `load_environment`.
+    The test set is `test_samples` held-out samples, or the task with `test_task_args`, or none. The other
+    fields are as in `load_environment`.
     """
 
     task: str = chz.field(doc="file.py@name or a registered name")
@@ -153,7 +149,7 @@ class InspectRLDatasetBuilder(RLDatasetBuilder):
     model_roles: Mapping[str, str | Model] | None = None
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        """Load the train and the test dataset. Raises the errors of `load_environment`."""
+        """Raises the errors of `load_environment`."""
         if self.test_samples and self.test_task_args is not None:
             raise EnvironmentConfigError("pass test_samples or test_task_args, not both")
         whole = self._load(self.task_args, self.num_envs_per_group, self.num_epochs, shuffle=self.shuffle)

@@ -1,8 +1,7 @@
 """The `TaskRunner` that the environments of a process share.
 
-Invariants: a runner is only open while it has a holder, so that other evals can run in between. Tasks
-join the open runner, so that groups of different tasks run concurrently. Event loops in different
-threads take turns in the order of their requests, because Inspect runs one eval per process.
+Invariants: a runner is only open while it has a holder, so that other evals can run in between. Tasks join
+the open runner. Event loops in different threads take turns, because Inspect runs one eval per process.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class RunnerPool:
         self._holders = 0
 
     async def acquire(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> TaskRunner:
-        """Return an open runner that has the task with these options. Every `acquire` needs a `release`.
+        """Return an open runner with this task. Every `acquire` needs a `release`.
 
         Waits while another thread's event loop has a runner, and while others hold a dead one. Raises
         RunnerError.
@@ -58,7 +57,6 @@ class RunnerPool:
             return self._runner
 
     async def release(self) -> None:
-        """Give the runner back. The last holder closes it."""
         self._holders -= 1
         if self._holders > 0 or self._runner is None:
             return

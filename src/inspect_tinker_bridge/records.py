@@ -1,8 +1,7 @@
 """Inspect's records of episodes: a log of several (`write_inspect_log`), or a packed transcript of one.
 
-Invariants: a log appears only when it is complete. `pack_transcript` never raises, whatever a record
-contains, and its result stays within the bounds: long texts are cut first, then events in the middle
-are left out.
+Invariants: a log appears only when it is complete. `pack_transcript` never raises and stays within its
+bounds.
 """
 
 from __future__ import annotations
@@ -32,15 +31,9 @@ from pydantic_core import from_json, to_json
 
 from inspect_tinker_bridge.episodes import MODEL_NAME
 
-MAX_JSON_BYTES = 16 * 2**20
-"""The maximum size before compression, which bounds readers' memory."""
-
-TEXT_CHARS = (20_000, 2_000, 200)
-"""Lengths to which the texts of a long transcript are cut, in turn."""
-
-EVENTS_AT_ENDS = 100
-"""The number of events to keep at each end of a transcript that is still too long."""
-
+MAX_JSON_BYTES = 16 * 2**20  # Before compression, which bounds readers' memory.
+TEXT_CHARS = (20_000, 2_000, 200)  # Long texts are cut to these lengths in turn.
+EVENTS_AT_ENDS = 100  # At each end of a transcript that is still too long.
 LEVEL = 3
 
 _AS_JSON: dict[str, Any] = {
@@ -109,10 +102,9 @@ def _mean_reward(rollouts: Sequence[SavedRollout]) -> EvalResults:
 
 
 def pack_transcript(record: EvalSample, max_bytes: int) -> bytes:
-    """Return the record, with events, scores and store, as JSON of an `EvalSample` in a zstd frame.
+    """Return the record as JSON of an `EvalSample` in a zstd frame of at most `max_bytes` bytes.
 
-    The frame has at most `max_bytes` bytes, or none if the record cannot be written or is too long even
-    with short texts. As in Inspect's logs, `events_data` has what model calls share.
+    Long texts are cut first, then events in the middle are left out. Empty if that does not suffice.
     """
     try:
         return _packed(record, max_bytes)
@@ -127,7 +119,7 @@ def _packed(record: EvalSample, max_bytes: int) -> bytes:
     whole = record.model_copy(update={"epoch": 1, "events": events, "events_data": pooled})
     try:
         text = to_json(whole, **_AS_JSON)
-    except ValueError:  # It has text or bytes that are not Unicode.
+    except ValueError:  # Text or bytes that are not Unicode.
         text = to_json(_cut(whole.model_dump(exclude_none=True), None), **_AS_JSON)
     if b"NaN" in text or b"Infinity" in text:  # Inspect writes these as JSON that only some parsers read.
         text = to_json(from_json(text), **_AS_JSON)

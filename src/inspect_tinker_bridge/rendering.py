@@ -1,10 +1,8 @@
 """Render Inspect messages as prompt ids, and turn sampled actions into Inspect model outputs.
 
-Invariants: text survives to the character, and what a renderer cannot express raises UnsupportedError.
-Samples are data: an action that does not parse becomes text or a failed tool call, never an exception.
-While the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly
-rendered ids (`TokenBuffer`), so that sampled text is never tokenized again. If the history was modified
-or the renderer rewrites it, the whole prompt is rendered as a fork.
+Invariants: text survives to the character. An action that does not parse becomes text or a failed tool call,
+never an exception. While the history is unmodified, the next prompt is the previous prompt ids + sampled ids
++ newly rendered ids (`TokenBuffer`). Otherwise the whole prompt is rendered as a fork.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ from tinker_cookbook.renderers import ToolCall as RendererToolCall
 from inspect_tinker_bridge.conversion import parse_arguments, tool_call
 from inspect_tinker_bridge.errors import UnsupportedError
 
-UNPARSED = "unparsed_tool_call"
-"""The function name of a tool call that did not parse. Its argument `raw_text` has the text."""
+UNPARSED = "unparsed_tool_call"  # A tool call that did not parse. Its argument `raw_text` has the text.
 
 
+# In the wording of Qwen and Hermes.
 TOOLS_AS_TEXT = """\
 # Tools
 
@@ -68,14 +66,11 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""  # noqa: E501
-"""The declaration of tools for a renderer without tools, in the wording of Qwen and Hermes."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class ContinuingRenderer(Renderer):
-    """A renderer that can continue a conversation after sampled ids."""
-
     @abstractmethod
     def read(self, action: list[int], tools: list[ToolSpec]) -> tuple[Message, ParseTermination]:
         """Parse an action, and return how it ended. Without `tools`, calls are text."""
@@ -86,8 +81,7 @@ class ContinuingRenderer(Renderer):
     ) -> list[int] | None:
         """Return the ids to append to `prompt` and its sampled `action` to generate after `messages`.
 
-        `history` is the conversation of the prompt and the action's message. Returns None if the
-        renderer rewrites the history when the messages follow.
+        None if the renderer rewrites the `history` when the messages follow.
         """
 
 
@@ -122,7 +116,7 @@ def _declares_tools(renderer: Renderer) -> bool:
 
 
 def to_renderer_message(renderer: Renderer, message: ChatMessage) -> Message:
-    """Convert one message. A tool error becomes `Error: ...`, as Inspect sends it to other models."""
+    """A tool error becomes `Error: ...`, as Inspect sends it to other models."""
     converted = _to_renderer_message(message)
     return converted if _declares_tools(renderer) else _as_text(converted)
 
@@ -194,17 +188,13 @@ def _to_renderer_message(message: ChatMessage) -> Message:
 @dataclass(frozen=True)
 class ParsedAction:
     message: Message
-    is_well_formed: bool
-    """Whether the action ended properly and all its tool calls parsed."""
+    is_well_formed: bool  # The action ended properly and all its tool calls parsed.
 
 
 def parse_action(
     renderer: Renderer, action: list[int], tools: list[ToolSpec], *, stop_texts: Sequence[str] = ()
 ) -> ParsedAction:
-    """Parse an action (token ids), where calls are text without `tools`.
-
-    The text ends before the first of `stop_texts`, the task's stop sequences.
-    """
+    """Parse an action (token ids) up to the first of `stop_texts`. Without `tools`, calls are text."""
     text = _text(renderer, action)
     stopped = any(stop in text for stop in stop_texts)
     ended = [*action, *_end(renderer)] if stopped else action
@@ -259,9 +249,9 @@ def _cut(message: Message, stops: Sequence[str]) -> Message:
 def to_model_output(
     message: Message, *, prompt_tokens: int, sampled_tokens: int, truncated: bool
 ) -> ModelOutput:
-    """Build the solver's model output. `truncated` means that sampling reached its token limit.
+    """Build the solver's model output. `truncated`: sampling reached its token limit.
 
-    NUL characters, which no sandbox accepts, become U+FFFD like undecodable bytes.
+    NUL characters, which no sandbox accepts, become U+FFFD.
     """
     calls = _to_inspect_calls(message)
     stop: StopReason = "max_tokens" if truncated else "tool_calls" if calls else "stop"
@@ -382,12 +372,11 @@ Piece: TypeAlias = int | tinker.ModelInputChunk
 class Prompt:
     pieces: list[Piece]
     is_fork: bool
-    """Whether it does not extend the previous prompt and action, because the history was modified, the
-    solver switched conversations, or the renderer rewrites the history."""
+    """The history was modified, the solver switched conversations, or the renderer rewrites the history."""
 
     @property
     def length(self) -> int:
-        """Length in tokens. An image of unknown length counts as one."""
+        # An image of unknown length counts as one token.
         return sum(getattr(piece, "expected_tokens", None) or 1 for piece in self.pieces)
 
     @property
@@ -402,18 +391,13 @@ class Prompt:
 @dataclass(frozen=True)
 class _Turn:
     messages: list[Message]
-    rendered: list[Piece]
-    """`messages` rendered for generation, independent of what was sampled."""
-
-    ids: list[Piece]
-    """The prompt that was sampled from, and the action."""
-
+    rendered: list[Piece]  # `messages` rendered for generation, independent of what was sampled.
+    ids: list[Piece]  # The prompt that was sampled from, and the action.
     prompt_length: int
 
     reply: Message
 
     def is_continued_by(self, messages: list[Message]) -> bool:
-        """Return whether `messages` repeat this turn and its reply."""
         return messages[: len(self.messages) + 1] == [*self.messages, self.reply]
 
 
@@ -442,7 +426,7 @@ class TokenBuffer:
         return Prompt(pieces, is_fork=pieces[: len(previous)] != previous)
 
     def record(self, action: list[int], reply: Message) -> None:
-        """Record the action for the last prompt, and `reply`, the solver's message for it."""
+        """Record the action for the last prompt, and the solver's message for it."""
         if self._pending is None:
             raise ValueError("record() needs a prompt; call render() first")
         messages, rendered, pieces = self._pending
@@ -476,7 +460,7 @@ class TokenBuffer:
         return _pieces(self._renderer.build_generation_prompt(messages))
 
     def _splice(self, turn: _Turn, messages: list[Message], rendered: list[Piece]) -> list[Piece] | None:
-        """Return `turn`'s ids plus what follows it in `messages`, or None if `messages` do not extend it."""
+        """Return `turn`'s ids plus what follows it in `messages`, or None if these do not extend it."""
         count = len(turn.messages)
         if isinstance(self._renderer, ContinuingRenderer):
             return self._continued(self._renderer, turn, messages)
@@ -497,7 +481,7 @@ class TokenBuffer:
         new = messages[count:-1] if prefill else messages[count:]
         if not new or not isinstance(prefill, str) or any(each["role"] == "assistant" for each in new):
             return None  # Later replies were sampled, and must not be rendered.
-        before: Any = turn.ids  # Only ids, because such a renderer takes no images.
+        before: Any = turn.ids  # Such a renderer takes no images.
         prompt, action = before[: turn.prompt_length], before[turn.prompt_length :]
         ids = renderer.continuation(prompt, action, messages[:count], new)
         return None if ids is None else before + ids + self._encoded(prefill)

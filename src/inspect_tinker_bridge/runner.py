@@ -1,9 +1,8 @@
 """`TaskRunner` is a persistent Inspect eval that runs every episode of one or more tasks.
 
-Tasks enter the eval through its `TaskSource`. Each has a `SampleSource` that feeds its samples and
-delivers their outcomes. Invariants: every `run` ends with an outcome or an error, whatever the solver,
-the scorers or the eval do. The end of a task leaves the episodes of other tasks running. Closing
-restores the process state. One runner is open at a time, because Inspect allows one eval per process.
+Invariants: every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval do. The
+end of a task leaves other tasks' episodes running. Closing restores the process state. One runner is open at
+a time, because Inspect allows one eval per process.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ _BACK_WITHIN_S = 60.0
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """The differences of a runner's episodes from the task."""
+    """How a runner's episodes differ from the task."""
 
     model_roles: Mapping[str, str | Model] | None = None
     """Inspect model roles, such as the grader of model-graded scorers."""
 
     sandbox: SandboxConfig | None = None
-    """A sandbox that replaces the task's, like `inspect eval --sandbox`."""
+    """Replaces the task's sandbox, like `inspect eval --sandbox`."""
 
     agent: AgentOptions | None = None
     """Turns the solver's `generate()` into an agent. None leaves a single model call."""
@@ -92,7 +91,7 @@ class TaskRunner:
 
     @property
     def task(self) -> InspectTaskInfo:
-        """The runner's task; the first of several."""
+        """The first of the runner's tasks."""
         return self._entries[0].info
 
     @property
@@ -100,7 +99,7 @@ class TaskRunner:
         return self._eval is not None and self._stopped is None and not self._closing
 
     async def __aenter__(self) -> TaskRunner:
-        """Start the eval. Raises RunnerError from the cause."""
+        """Raises RunnerError from the cause."""
         if self._eval is not None:
             raise RunnerError("a TaskRunner can be entered only once; create another one")
         self._eval = asyncio.create_task(self._run_eval(), name=f"inspect-eval-{self.task.name}")
@@ -127,7 +126,7 @@ class TaskRunner:
     async def add(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> None:
         """Add a task with these options, unless the runner has it.
 
-        Raises RunnerError from the cause if the task does not start; other tasks continue.
+        Raises RunnerError if the task does not start; other tasks continue.
         """
         options = options or RunnerOptions()
         entry = next((entry for entry in self._entries if entry.serves(task, options)), None)
@@ -147,15 +146,14 @@ class TaskRunner:
     ) -> EpisodeOutcome:
         """Run one episode of `sample`: the solver, then the scorers.
 
-        `task` selects one of several tasks (None: the first), and `options` one of the options with
-        which the task was added. `on_record` gets Inspect's record of the episode, even if this then
-        raises; an abandoned episode has none.
+        `task` selects one of several tasks (None: the first), and `options` one of its options. `on_record`
+        gets Inspect's record, even if this then raises; an abandoned episode has none.
 
-        Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval is closed
-        or the eval or the task dies, SandboxError if the sample's sandbox is not available on this
-        machine, SelfGradingError if a scorer called the policy, and the policy's own exception if the
-        episode then ended with an error. Any other exception of the solver or a scorer is the outcome's
-        `error`. Cancelling ends the episode without a score.
+        Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval or the task dies
+        or is closed, SandboxError if the sample's sandbox is not available on this machine, SelfGradingError
+        if a scorer called the policy, and the policy's own exception if the episode then ended with an error.
+        Any other exception of the solver or a scorer is the outcome's `error`. Cancelling ends the episode
+        without a score.
         """
         if not self.is_open:
             raise self._error() from self._cause
@@ -210,8 +208,7 @@ class TaskRunner:
                 raise self._error(entry) from self._cause
 
     async def _check_sandbox(self, entry: _TaskEntry, sample: Sample) -> None:
-        # A missing provider would end the task with all its episodes. A Docker engine that was there
-        # before may be restarting.
+        # A missing provider would end the task with all its episodes. A Docker engine may be restarting.
         override = entry.options.sandbox
         own = entry.info.task.sandbox or sample.sandbox
         name = override.sandbox_type if override else own.type if own else None
@@ -330,8 +327,7 @@ class _TaskEntry:
     def reset(self, episodes: Episodes) -> None:
         self.feed = _SampleFeed(episodes)
         self.ended = asyncio.Event()
-        self.stopped: str | None = None
-        """The reason for the task's end, or None while it runs."""
+        self.stopped: str | None = None  # The reason for the task's end.
 
     def serves(self, info: InspectTaskInfo, options: RunnerOptions) -> bool:
         return self.info is info and self.options == options
@@ -348,7 +344,7 @@ class _TaskFeed(TaskSource):
         self._closed = False
 
     def add(self, task: Task) -> None:
-        """Add a task to the running eval. Raises the errors that Inspect finds in it."""
+        """Raises the errors that Inspect finds in the task."""
         if self._next is not None and not self._next.done():
             self._next.set_result([task])
         elif self._context is not None:
@@ -357,7 +353,6 @@ class _TaskFeed(TaskSource):
             raise RunnerError("the eval has not started")
 
     def close(self) -> None:
-        """Let the eval end when no task runs."""
         self._closed = True
         if self._next is not None and not self._next.done():
             self._next.set_result(None)
@@ -375,7 +370,7 @@ class _TaskFeed(TaskSource):
         self._on_task_ended(log)
 
     def started(self, context: Context) -> None:
-        """Keep a context of the eval in which tasks can be added."""
+        # Tasks can be added in this context.
         self._context = context
 
 
@@ -400,19 +395,18 @@ class _SampleFeed(SampleSource):
 
     @property
     def busy(self) -> bool:
-        """Return whether Inspect still works on a sample, including abandoned ones."""
+        # This includes abandoned samples.
         return self._running > 0
 
     def submit(self, sample: Sample, epoch: int) -> None:
-        """Submit a sample. `enqueue_sample` only works in the eval's context; copies allow nested calls."""
         if self._context is None:
             raise RunnerError("the eval has not started")
+        # `enqueue_sample` only works in the eval's context; copies allow nested calls.
         self._context.copy().run(enqueue_sample, sample, epoch=epoch)
         self._running += 1
         self._wake.set()
 
     def close(self) -> None:
-        """Let the task end once it is idle."""
         self._closed = True
         self._wake.set()
 

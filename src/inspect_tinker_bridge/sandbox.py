@@ -1,7 +1,6 @@
 """Sandboxes outside of episodes: start one for a sample, run commands in it, release it.
 
-Episodes do not need this, because Inspect starts and ends their sandboxes. Invariant: a
-`SandboxInstance` is released exactly once, by `cleanup_sandbox` or at the exit of the process.
+Invariant: a `SandboxInstance` is released exactly once, by `cleanup_sandbox` or at the exit of the process.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ __all__ = [
 ]
 
 Sandboxes = Mapping[str, SandboxEnvironment]
-"""The sandboxes of a sample by name. The first is the default."""
+"""By name. The first is the default."""
 
 _DOCKER_TIMEOUT_S = 60.0
 
@@ -64,8 +63,7 @@ class SandboxConfig:
     """An Inspect provider: `docker`, `local` (runs commands on this machine), or one from a package."""
 
     config: str | None = None
-    """The absolute path of the provider's config file, such as a compose file. None uses the task's file
-    if it fits."""
+    """The absolute path of the provider's config file. None uses the task's if it fits."""
 
     timeout: int = 120
     """The default time limit of `exec_in_sandbox` in seconds."""
@@ -87,7 +85,7 @@ class SandboxInstance:
     task_name: str
     timeout: int = 120
     context: Context = field(default_factory=copy_context, repr=False)
-    """Context variables in which the provider tracks what it started."""
+    """The provider tracks what it started in these."""
 
     released: bool = False
 
@@ -96,11 +94,9 @@ _OPEN: set[SandboxInstance] = set()
 
 
 def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConfig | None) -> bool:
-    """Check once that each sandbox of a task's samples can start here, and return whether every sample has
-    one.
+    """Check once that each sandbox can start here; return whether every sample has one.
 
-    Blocks while docker answers. Raises SandboxError, with the remedy, for an unknown provider, a docker
-    engine that does not respond, and a missing compose file or Dockerfile.
+    Blocks while docker answers. Raises SandboxError, with the remedy.
     """
     own = {task.sandbox} if task.sandbox else {sample.sandbox for sample in samples}
     if override is not None:
@@ -122,7 +118,7 @@ def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConf
 def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
     """Return a provider by name. Blocks while docker answers.
 
-    Raises SandboxError if it does not exist, or if docker's engine does not respond.
+    Raises SandboxError for an unknown provider, or if docker's engine does not respond.
     """
     provider = _inspect_private.sandbox_provider(sandbox_type)
     if provider is None:
@@ -142,10 +138,9 @@ async def create_sandbox_for_sample(
 ) -> SandboxInstance:
     """Start a sample's sandboxes, copy its files into the default one and run its setup script.
 
-    `sample` is a Sample or the `info` of an `inspect_dataset_to_hf` row. Without a `sandbox_config`,
-    the sample's sandbox is used; one of the same type without a config file uses the sample's file.
-    Raises SandboxError for an unavailable provider. Exceptions of the provider or the setup script
-    propagate after everything was released.
+    `sample` is a Sample or the `info` of an `inspect_dataset_to_hf` row. A `sandbox_config` of the same type
+    without a file uses the sample's. Raises SandboxError, and the provider's or script's exceptions after a
+    clean-up.
     """
     wanted = sample if isinstance(sample, Sample) else sample_of_row(sample)
     sandbox_type, config = _resolve(wanted, sandbox_config)
@@ -162,7 +157,6 @@ async def create_sandbox_for_sample(
 
 
 async def sandbox_files_of(sample: Sample) -> dict[str, bytes]:
-    """Return the contents of a sample's files by their path in its sandbox."""
     return await _inspect_private.sandbox_files(sample.files or {})
 
 
@@ -177,8 +171,8 @@ async def exec_in_sandbox(
 ) -> ExecResult[str]:
     """Run a command in the named or the default sandbox; `timeout` is in seconds.
 
-    As in a model's tool call, a timeout (return code 124), a denied permission (126) or too much output
-    is a result. Raises SandboxError for an unknown sandbox name.
+    As in a model's tool call, a timeout (return code 124), a denied permission (126) or too much output is a
+    result. Raises SandboxError for an unknown sandbox name.
     """
     environments = _environments(sandboxes)
     name = sandbox_name or next(iter(environments))

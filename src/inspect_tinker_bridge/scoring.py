@@ -1,9 +1,7 @@
 """Scores, rewards and reports of finished episodes.
 
-`score_episode` turns the scores of an outcome into a reward, and `report_of` summarizes them.
-`compute_reward` scores a conversation without an episode. Invariant: an error, a missing score, or a
-score or reward that is not a finite number fails the episode; it is never a reward of 0. A scorer that
-returns None, as Inspect allows, does not count.
+Invariant: an error, a missing score, or a score or reward that is not a finite number fails the episode; it
+is never a reward of 0. A scorer that returns None, as Inspect allows, does not count.
 """
 
 from __future__ import annotations
@@ -59,21 +57,18 @@ _WORDS = {CORRECT, INCORRECT, NOANSWER, PARTIAL, "yes", "no", "true", "false"}
 @dataclass(frozen=True)
 class EpisodeReward:
     reward: float
-    """The weighted mean of the scorers that returned a score. Several values of a scorer count with their
-    mean."""
+    """The weighted mean of the scorers that returned a score; each counts with the mean of its values."""
 
     values: dict[str, float]
-    """Every value: `scorer` for a single one, `scorer/key` for a dict, `scorer/0` for a list."""
+    """`scorer` for a single value, `scorer/key` for a dict, `scorer/0` for a list."""
 
     correct: bool = False
-    """Whether the weighted mean is at least 1, full marks."""
+    """Whether the weighted mean is at least 1."""
 
 
 def check_weights(weights: Mapping[str, float], scorers: Collection[str]) -> None:
-    """Raise EnvironmentConfigError unless exactly the scorers have weights.
-
-    Weights must be finite, at least 0, and not all 0.
-    """
+    """Raise EnvironmentConfigError unless exactly the scorers have weights: finite, at least 0, and not all
+    0."""
     if set(weights) != set(scorers):
         raise EnvironmentConfigError(
             f"scorer_weights names {sorted(weights)}, but the scorers are {sorted(scorers)}"
@@ -90,10 +85,9 @@ def _check_weight_values(weights: Mapping[str, float]) -> None:
 def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None = None) -> EpisodeReward:
     """Convert scores to floats as Inspect's `value_to_float` does, and average the scorers.
 
-    `weights` are by scorer name, or equal if None. A scorer that returned None leaves its weight to the
-    others. Raises TaskFailedError (with file and line) if the solver or a scorer raised, if no score
-    counts, or if a value is not a finite number, and EnvironmentConfigError for a score without a
-    weight.
+    `weights` are by scorer name, or equal if None; a scorer that returned None leaves its weight to the
+    others. Raises TaskFailedError (with file and line) if the solver or a scorer raised, or if no score
+    counts or one is not a finite number, and EnvironmentConfigError for a score without a weight.
     """
     if outcome.error is not None:
         cause = f"{outcome.error}{_place(outcome.traceback)}"
@@ -118,12 +112,9 @@ def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None =
 
 @dataclass(frozen=True)
 class EpisodeReport:
-    """A summary of one scored episode in plain JSON values."""
-
     metadata: dict[str, Any]
-    """`sample_id`, `scores` (every value as a float), `explanations` (each scorer's answer and
-    explanation), `answer`, `limit` (the type of the limit that ended the episode, or None) and
-    `tool_errors` (count by kind)."""
+    """`sample_id`, `scores` (floats), `explanations` (each scorer's answer and explanation), `answer`,
+    `limit` (the type, or None) and `tool_errors` (count by kind)."""
 
     metrics: dict[str, float]
     """`score/<scorer>`, `score/<scorer>/<key>`, `limit/<kind>` and `tool_error/<kind>`."""
@@ -132,7 +123,7 @@ class EpisodeReport:
 def report_of(
     outcome: EpisodeOutcome, scored: EpisodeReward, unapplied: Collection[str] = ()
 ) -> EpisodeReport:
-    """Summarize an episode. `unapplied` lists settings of the task that do not apply to this model."""
+    """`unapplied` lists settings of the task that do not apply to this model."""
     replies = (message.text for message in reversed(outcome.messages) if message.role == "assistant")
     explained = {
         name: {
@@ -175,12 +166,11 @@ async def compute_reward(
 ) -> tuple[float, dict[str, float]]:
     """Score a finished conversation with Inspect scorers, without an episode.
 
-    Returns the reward and every value by name, as in `EpisodeReward`. `conversation` has Inspect
-    messages, or dictionaries in OpenAI's chat format; the last submitted answer is scored, or else the
-    last assistant message. `info` is the sample, or a row of `inspect_dataset_to_hf`. `sandbox_envs`
-    are for scorers that read a sandbox. `weights` are in the order of `scorers`, or by name. Raises
-    TaskFailedError from the cause if a scorer raises or no score is usable, and EnvironmentConfigError
-    for missing scorers or weights that do not match.
+    Returns the reward and every value by name, as in `EpisodeReward`. `conversation` has Inspect messages, or
+    dictionaries in OpenAI's chat format; the last submitted answer is scored, or else the last assistant
+    message. `info` is the sample, or a row of `inspect_dataset_to_hf`. `weights` are in the order of
+    `scorers`, or by name. Raises TaskFailedError if a scorer raises or no score is usable, and
+    EnvironmentConfigError for missing scorers or weights that do not match.
     """
     if not scorers:
         raise EnvironmentConfigError("there are no scorers; pass at least one")
@@ -202,7 +192,7 @@ async def compute_reward(
 
 
 def to_number(value: object) -> float | None:
-    """Return a number, a bool, or a scalar of NumPy or torch as a finite float, otherwise None."""
+    """Accepts a number, a bool, or a scalar of NumPy or torch; None unless it is finite."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
         return None
     scalar: Any = value
@@ -258,7 +248,7 @@ def _final_state(sample: Sample, messages: list[ChatMessage]) -> TaskState:
 
 
 def _final_output(messages: Sequence[ChatMessage], submit: str = "submit") -> ModelOutput:
-    """Return the answer submitted last, or else the last assistant message, for the scorers."""
+    """Return the answer submitted last, or else the last assistant message."""
     replies = [message for message in messages if isinstance(message, ChatMessageAssistant)]
     if not replies:
         return ModelOutput(model=MODEL_NAME)

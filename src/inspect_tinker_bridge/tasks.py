@@ -1,7 +1,4 @@
-"""Load Inspect tasks, and give an agent to tasks that have none.
-
-Invariant: `load_inspect_task` returns a Task without other holders, and samples with unique ids.
-"""
+"""Load Inspect tasks, and give an agent to tasks that have none."""
 
 from __future__ import annotations
 
@@ -60,18 +57,18 @@ class InspectTaskInfo:
     """
 
     task: Task
-    """The task, owned by this object. `fresh_task` returns one that may be modified."""
+    """Owned by this object. `fresh_task` returns one that may be modified."""
 
     name: str
     samples: list[Sample]
-    """All samples in the dataset's order, with unique ids."""
+    """In the dataset's order, with unique ids."""
 
     scorers: list[Scorer]
     scorer_names: list[str]
-    """The names of `scorers` as in Inspect's logs, where a second `match` is `match1`."""
+    """Names as in Inspect's logs, where a second `match` is `match1`."""
 
     sandbox_type: str | None
-    """The type of the task's sandbox (`docker`, `local`, ...), or None."""
+    """`docker`, `local`, ..., or None."""
 
     dataset: Dataset
     source: TaskLike = field(repr=False)
@@ -107,11 +104,10 @@ def _load_pickled(source_and_args: bytes) -> InspectTaskInfo:
 def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
     """Load a task; each call creates a fresh Task.
 
-    `task` is a task function, a Task, `file.py@name`, a `file.py` with a single task, or a registered
-    name such as `inspect_evals/gsm8k`. `task_args` are passed to the task function. As in Inspect,
-    samples without an id get their position from 1. Raises TaskNotFoundError with the existing names,
-    TaskArgumentsError for arguments that the task does not accept, and InvalidTaskError for duplicate
-    sample ids or something that is not a task. Exceptions of the task's code propagate.
+    `task` is a task function, a Task, `file.py@name`, a `file.py` with a single task, or a registered name
+    such as `inspect_evals/gsm8k`. Samples without an id get their position from 1, as in Inspect. Raises
+    TaskNotFoundError with the existing names, TaskArgumentsError for arguments that the task does not accept,
+    InvalidTaskError for duplicate sample ids or something that is not a task, and the task's exceptions.
     """
     loaded = _create(task, task_args)
     if not isinstance(loaded, Task):
@@ -255,9 +251,8 @@ def _describe(task: TaskLike) -> str:
     return f"the task function {getattr(task, '__name__', task)!r}"
 
 
-# The agent of `env_type="multi_turn"` has bash, python and submit. The task's solver runs unchanged
-# with the whole agent as its `generate()`, so that its treatment of answers, such as marking choices,
-# applies to the submitted one.
+# The task's solver runs unchanged with the agent as its `generate()`, so that its treatment of answers, such
+# as marking choices, applies to the submitted one.
 
 SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
 """The default instruction about the submit tool in the system message."""
@@ -266,10 +261,10 @@ SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the t
 @dataclass(frozen=True)
 class AgentOptions:
     submit_instruction: str | None = SUBMIT_INSTRUCTION
-    """A text to add to the task's system message, or None."""
+    """Added to the task's system message."""
 
     tool_timeout_s: int = 180
-    """The time limit of a bash or python call in seconds. A timeout is a tool result."""
+    """For a bash or python call. A timeout is a tool result."""
 
     def __post_init__(self) -> None:
         require_counts(tool_timeout=self.tool_timeout_s)
@@ -299,7 +294,6 @@ def with_agent(own: Solver, options: AgentOptions) -> Solver:
 
 
 def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
-    """Return the state's tools, with bash and python if it lacks tools of these names."""
     own = list(state.tools)
     names = {ToolDef(tool).name for tool in own}
     ready = {"bash": bash(timeout=timeout_s), "python": python(timeout=timeout_s)}
@@ -307,9 +301,8 @@ def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
 
 
 def _instruct(state: TaskState, instruction: str | None) -> None:
-    # The first system message gets the instruction, because chat templates treat a second one
-    # differently. A solver that generates again finds it there, so that the prompt extends the previous
-    # one.
+    # In the first system message, because chat templates treat a second one differently. A solver that
+    # generates again finds it there, so that the prompt extends the previous one.
     first = state.messages[0] if state.messages else None
     if not instruction or (isinstance(first, ChatMessageSystem) and first.text.endswith(instruction)):
         return

@@ -1,7 +1,6 @@
 """`AsyncTinkerScriptClient` is the client for asyncio programs; `sync_client.py` wraps it for all others.
 
-Invariants: any operation may be cancelled at any time, and an episode is given back if its block
-raises.
+Any operation may be cancelled at any time.
 """
 
 from __future__ import annotations
@@ -65,19 +64,16 @@ class AsyncTinkerScriptClient:
         allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
         ca_file: str | None = None,
     ) -> None:
-        """Create a client without sending anything.
-
-        Raises ValueError for a URL without http:// or https://, or a token file that cannot be read.
+        """Create a client without sending anything. Raises ValueError for a bad URL or token file.
 
         Args:
             server_url: URL of the interchange server, such as `http://10.0.0.5:10086`.
             client_uuid: Name of this client at the server; a new uuid if None.
-            token: Token of the client role. By default, it is read from TINKERSCRIPT_CLIENT_TOKEN or from the
-                file in TINKERSCRIPT_CLIENT_TOKEN_FILE. "" means none.
-            timeout_s: Seconds for which operations are retried during an outage. None: no limit.
+            token: Token of the client role, "" for none; by default TINKERSCRIPT_CLIENT_TOKEN, or the file in
+                TINKERSCRIPT_CLIENT_TOKEN_FILE.
+            timeout_s: Seconds to retry operations during an outage. None: no limit.
             allow_discard_timeout: Seconds without activity after which a claim's lease expires.
-            ca_file: PEM file with certificates to verify an https:// server; by default the file in
-                TINKERSCRIPT_CA_FILE, if set.
+            ca_file: PEM file with certificates to verify an https:// server; by default TINKERSCRIPT_CA_FILE.
         """
         self._lock = threading.RLock()
         self._closing = asyncio.Event()
@@ -90,7 +86,7 @@ class AsyncTinkerScriptClient:
     def from_env(cls) -> AsyncTinkerScriptClient:
         """Create a client for the server in TINKERSCRIPT_SERVER_URL, with TINKERSCRIPT_CLIENT_TOKEN.
 
-        The environment is read at first use, which raises ValueError for an unusable URL or token file.
+        First use reads the environment, and raises ValueError for a bad URL or token file.
         """
         client = cls(DEFAULT_SERVER_URL, token="")
         client._settings = None
@@ -117,7 +113,7 @@ class AsyncTinkerScriptClient:
 
     @property
     def pool(self) -> str:
-        """The pool that `register_episode` fills, named after the `client_uuid`."""
+        """The pool that `register_episode` fills."""
         return self.settings.pool
 
     async def begin_episode(
@@ -130,11 +126,9 @@ class AsyncTinkerScriptClient:
     ) -> AsyncClaimedEpisode:
         """Claim an episode, waiting up to `wait_s` seconds for one (None: no limit).
 
-        `pool` selects the trainer's episodes or a client's own (`client.pool`). The episode can be used
-        in an `async with` block: if the block raises, the episode is given back with the reason, and
-        with `heartbeat` the claim is renewed while the block runs (see `Episode.lost` for how a block
-        learns that its claim is lost). Raises NoEpisodeError, RunFinishedError, ServerUnreachableError
-        or RequestRefusedError.
+        `pool` selects the trainer's episodes or a client's own (`client.pool`). An `async with` block gives
+        the episode back if it raises, and with `heartbeat` renews the claim meanwhile (see `Episode.lost`).
+        Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
         (episode,) = await self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
@@ -150,7 +144,7 @@ class AsyncTinkerScriptClient:
     ) -> list[AsyncClaimedEpisode]:
         """Claim 1 to `max_episodes` (at most 256) with one request, waiting until there is one.
 
-        Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
+        Raises the same errors as `begin_episode`.
         """
         claims = await self.claim(max_episodes, episode_type, wait_s, pool=pool)
         return [AsyncClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]
@@ -173,11 +167,10 @@ class AsyncTinkerScriptClient:
     ) -> list[str]:
         """Register a group of `group_size` episodes with this `payload` in the client's own `pool`.
 
-        `task_id` names the sample. Returns the episodes' uuids, which are derived from the pool,
-        `task_id` and `round`: registering the same group again adds nothing, even from a later process
-        with the same `client_uuid`. Use another `round` for another pass over the samples. Waits while
-        the server's quota for the pool is used up. Raises ValueError, RequestRefusedError (409 if the
-        task and round exist with another payload), ServerUnreachableError.
+        `task_id` names the sample. The returned uuids are derived from the pool, `task_id` and `round`, so
+        registering the same group again adds nothing, even from a later process; use another `round` for
+        another pass. Waits while the pool's quota is used up. Raises ValueError, RequestRefusedError (409 if
+        the payload differs), ServerUnreachableError.
         """
         return await self._run(
             self._operations.register_episode(
@@ -193,7 +186,7 @@ class AsyncTinkerScriptClient:
         episode_type: EpisodeType = "train",
         round: str = "",
     ) -> dict[str, list[str]]:
-        """Register a group for each sample (task id -> payload), and return the uuids by task id.
+        """Register a group per sample (task id -> payload), and return the uuids by task id.
 
         Equivalent to `register_episode` for each, with fewer requests.
         """
@@ -204,7 +197,7 @@ class AsyncTinkerScriptClient:
         )
 
     async def reward_call(self, episode: Episode, call: str, reward: float) -> None:
-        """What `Episode.reward` does."""
+        """Reward one model call; see `Episode.reward`."""
         if call == LAST:
             call = (await self.replay_latest_llm_call(episode)).call_id
         Episode.reward(episode, call, reward)
@@ -222,10 +215,10 @@ class AsyncTinkerScriptClient:
     ) -> None:
         """Hand in the episode's result and return once it is stored. Safe to repeat.
 
-        `rewards`: the rewards of single model calls by the `id` of the reply, in addition to those given to
-        `Episode.reward`. The episode's reward is the sum of all of them and of `reward`, which is optional
-        then. Raises ClaimLostError if the result no longer counts, ValueError for a reward that is missing or
-        above 1e6 in magnitude, ServerUnreachableError or RequestRefusedError.
+        `rewards` are for single model calls by the `id` of the reply, added to those given to
+        `Episode.reward`. The episode's reward is their sum plus `reward`, which is then optional. Raises
+        ClaimLostError, ValueError for a reward that is missing or above 1e6 in magnitude,
+        ServerUnreachableError or RequestRefusedError.
         """
         await self._run(
             self._operations.end_episode(
@@ -247,14 +240,13 @@ class AsyncTinkerScriptClient:
         await self._run(self._operations.abort_episode(episode, reason, kind))
 
     async def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Return whether the episode still counts, and if not, why. Renews the claim."""
+        """Renew the claim; return whether the episode still counts, and if not, why."""
         return await self._run(self._operations.can_continue_episode(episode))
 
     async def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
         """Renew the claim during a long computation without model calls.
 
-        A Runner and an episode's own block do this automatically. Returns the same as
-        `can_continue_episode`.
+        A Runner and an episode's block do this automatically.
         """
         return await self._run(self._operations.heartbeat_episode(episode))
 
@@ -271,10 +263,9 @@ class AsyncTinkerScriptClient:
     ) -> bool:
         """Wait up to `wait_s` seconds (None: no limit) for the run to finish; return whether it has.
 
-        For programs that work on one episode for long; `begin_episode` notices the end by itself.
-        `report` returns the worker's counts for the server's metrics, and is called every 15 s. Raises
-        RunFailedError if the run fails, RequestRefusedError (404 from a server that is too old) or
-        ServerUnreachableError.
+        For programs that work on one episode for long; `begin_episode` notices the end by itself. `report`
+        returns the worker's counts, every 15 s. Raises RunFailedError, RequestRefusedError (404 from a server
+        that is too old) or ServerUnreachableError.
         """
         return await self._run(self._operations.await_run_end(wait_s, report))
 
@@ -283,7 +274,7 @@ class AsyncTinkerScriptClient:
         return await self._run(self._operations.is_episode_claimed(episode_uuid))
 
     async def replay_latest_llm_call(self, episode: Episode) -> ReplayLatestCallResponse:
-        """Return the claim's latest model call as it was recorded: messages, ids and the reply.
+        """Return the claim's latest recorded model call: messages, ids and the reply.
 
         Raises RequestRefusedError (404) before the first call.
         """
@@ -303,7 +294,7 @@ class AsyncTinkerScriptClient:
         await self._run(self._operations.start_engine(force_restart=force_restart))
 
     async def stop_engine(self) -> None:
-        """Ask the trainer to end its run in an orderly way. Raises RequestRefusedError if there is none."""
+        """Ask the trainer to end its run in an orderly way. Raises RequestRefusedError without one."""
         await self._run(self._operations.stop_engine())
 
     async def failed_episodes(self) -> list[EpisodeStatus]:
@@ -325,7 +316,7 @@ class AsyncTinkerScriptClient:
             await self._http.aclose()
 
     def reopen(self) -> None:
-        """Drop connections and event loop after a fork, because they belong to the parent."""
+        """After a fork, connections and event loop belong to the parent."""
         self._http, self._closing = None, asyncio.Event()
 
     async def __aenter__(self) -> AsyncTinkerScriptClient:
@@ -336,10 +327,9 @@ class AsyncTinkerScriptClient:
 
     @asynccontextmanager
     async def held(self, episode: Episode, *, heartbeat: bool) -> AsyncGenerator[None]:
-        """Renew the claim while this block runs, and give the episode back if the block raises.
+        """Renew the claim while this block runs, and give the episode back unless the block ends it.
 
-        If the block neither ends nor aborts the episode, it is given back with a warning. The block of
-        a claimed episode does the same; this is for other `Episode`s.
+        The block of a claimed episode does this itself; use this for other `Episode`s.
         """
         try:
             if heartbeat:
@@ -353,7 +343,7 @@ class AsyncTinkerScriptClient:
         await self.finish_block(episode)
 
     async def finish_block(self, episode: Episode, error: BaseException | None = None) -> None:
-        """Give an episode back after its block raised `error`, or ended without a result."""
+        """Give an episode back after its block raised `error` or ended without a result."""
         if episode.lease.is_over:
             return
         if error is None:
@@ -398,7 +388,7 @@ class AsyncTinkerScriptClient:
                 raise ClientClosedError(CLOSED)
 
     async def send(self, request: HttpRequest) -> Reply:
-        """Send one request of an operation and return the reply."""
+        """Send one request of an operation."""
         if self._closing.is_set():
             raise ClientClosedError(CLOSED)
         try:
@@ -446,7 +436,7 @@ class AsyncClaimedEpisode(Episode):
 
 @dataclass(frozen=True, kw_only=True)
 class _OnThread(Episode):
-    """An episode in a plain function on a thread of its own: what has to ask the server is done on `loop`."""
+    """An episode in a plain function on its own thread, with requests made on `loop`."""
 
     whole: AsyncClaimedEpisode = field(repr=False, compare=False)
     loop: asyncio.AbstractEventLoop = field(repr=False, compare=False)

@@ -1,9 +1,7 @@
 """`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it during a rollout.
 
-Invariants: a lease changes once, from held to lost or settled. While the result is being handed in, a
-heartbeat's "lost" is ignored, because the answer to the result decides. A claim is renewed while its
-`holding` block runs, with at most `MAX_IN_FLIGHT` concurrent requests per `Heartbeats`. Once the server
-reports it lost, it is no longer renewed, and its holder is notified once.
+Invariants: a lease changes once, from held to lost or settled. While a result is being handed in, a
+heartbeat's "lost" is ignored, because the answer to the result decides.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ BEATS_PER_LEASE = 3
 
 CLOSED = "the client was closed"
 
-LAST = "last"
-"""Names the last recorded call of the policy in place of a reply's id."""
+LAST = "last"  # The policy's last recorded call, in place of a reply's id.
 
 
 class Lease:
@@ -56,24 +53,22 @@ class Lease:
 
     @property
     def lost_because(self) -> str:
-        """Why the server no longer accepts a result of this claim; empty while it does."""
+        """Why the server no longer accepts a result; empty while it does."""
         return self._lost_because
 
     @property
     def is_over(self) -> bool:
-        """Whether the claim was lost, ended or given back."""
         return self._settled or bool(self._lost_because)
 
     def lose(self, reason: str) -> None:
-        """Record that the server reported the claim lost. Ignored during and after settling."""
+        # While a result is being handed in, the answer to it decides.
         with self._lock:
             if not self._settling and not self._settled:
                 self._lost_because = self._lost_because or reason or "the server gave no reason"
 
     @contextmanager
     def settling(self) -> Generator[None]:
-        """Settle the claim in this block, by its result or an abort. A ClaimLostError is kept as the
-        reason."""
+        """Settle the claim in this block. A ClaimLostError is kept as the reason."""
         with self._lock:
             self._settling += 1
         settled, lost = False, ""
@@ -95,14 +90,9 @@ class Lease:
 class EpisodeModelAddress:
     """How to call one model of a claim with a client of OpenAI's format."""
 
-    base_url: str
-    """Ends in `/v1`."""
-
-    api_key: str = field(repr=False)
-    """The claim's key, the same for all of its models."""
-
-    name: str
-    """The `model` field of requests."""
+    base_url: str  # Ends in `/v1`.
+    api_key: str = field(repr=False)  # The same for all of the claim's models.
+    name: str  # The `model` field of requests.
 
 
 @dataclass(frozen=True)
@@ -111,18 +101,18 @@ class Episode:
 
     episode_uuid: str
     attempt: int
-    """The number of this claim of the episode, from 1."""
+    """Which claim of the episode this is, from 1."""
 
     payload: dict[str, Any]
-    """The JSON that the trainer registered, with for example `payload["sample"]["input"]`."""
+    """The JSON that the trainer registered, such as `payload["sample"]["input"]`."""
 
     episode_type: EpisodeType
     group_id: str
     openai_base_url: str
-    """The base URL for OpenAI's clients, which ends in `/v1`."""
+    """For OpenAI's clients; ends in `/v1`."""
 
     openai_api_key: str = field(repr=False)
-    """The key of this claim, valid as long as it holds the lease."""
+    """Valid as long as the claim holds its lease."""
 
     client_uuid: str = ""
     policy_version: int | None = None
@@ -132,56 +122,53 @@ class Episode:
     """Seconds without a model call or heartbeat after which the claim expires."""
 
     max_claim_s: float = 0.0
-    """Seconds after which the claim ends regardless of activity; 0 if the server did not say."""
+    """Seconds after which the claim ends regardless; 0 if the server did not say."""
 
     max_transcript_bytes: int = 0
-    """The longest transcript that the server accepts for this claim; 0 if it accepts none."""
+    """The longest transcript that the server accepts; 0 if it accepts none."""
 
     roles: tuple[str, ...] = ()
-    """Names for `model`, besides the policy's."""
+    """Names for `model`, in addition to the policy's."""
 
     run: str = ""
     traceparent: str = ""
-    """W3C trace context for the `traceparent` header of model calls; empty without tracing."""
+    """W3C trace context for model calls; empty without tracing."""
 
     server_url: str = ""
-    """URL of the claim's other endpoints; the gateway process only answers model calls."""
+    """The claim's other endpoints; the gateway process only answers model calls."""
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
     """What this process knows about the claim."""
 
     call_rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False, compare=False)
-    """What `reward` was told, by the id of the call. It is handed in with the result."""
+    """Rewards by call id, handed in with the result."""
 
     @property
     def anthropic_base_url(self) -> str:
-        """The base URL for Anthropic's clients, which append `/v1/messages`. The key is the same."""
+        """For Anthropic's clients, which append `/v1/messages`. The key is the same."""
         return self.openai_base_url.removesuffix("/v1")
 
     @property
     def lost(self) -> bool:
         """Whether the server said that a result of this claim no longer counts.
 
-        Heartbeats (of a Runner or of the episode's block), `can_continue_episode`, `heartbeat_episode`
-        and handing in update it. In a long computation, poll it or call `check`. An `async with` block
-        is cancelled when a heartbeat learns of the loss, and raises ClaimLostError.
+        In a long computation, poll it or call `check`. An `async with` block is cancelled when a heartbeat
+        learns of the loss, and raises ClaimLostError.
         """
         return bool(self.lease.lost_because)
 
     def model(self, role: str = POLICY) -> EpisodeModelAddress:
-        """Return the address of a role's model, such as `episode.model("judge")`; by default, the policy's.
-
-        The server refuses a role that the run does not have.
-        """
+        """Return the address of a role's model, such as `episode.model("judge")`."""
         return EpisodeModelAddress(self.openai_base_url, self.openai_api_key, role)
 
     def reward(self, call: str, reward: float) -> Any:
-        """Reward one model call of the policy, beside the episode: by the `id` of its reply, or the `last`.
+        """Reward one model call of the policy, by the `id` of its reply or `last`, in addition to the
+        episode.
 
-        In an async program, await it before the next call. Several rewards of a call add up. They are
-        kept here and handed in with the result; if the attempt fails, they are gone with it. Raises
-        ValueError for a reward above 1e6 in magnitude; the server refuses the result if it does not know the
-        call. For `last`: RequestRefusedError (404) before the first call, and ServerUnreachableError.
+        Rewards of a call add up, and are handed in with the result. In an async program, await this before
+        the next call. Raises ValueError for a reward above 1e6 in magnitude; the server refuses the result
+        for an unknown call. For `last`: RequestRefusedError (404) before the first call, and
+        ServerUnreachableError.
         """
         if call == LAST:
             raise ValueError(
@@ -191,20 +178,17 @@ class Episode:
         self.call_rewards[name] = self.call_rewards.get(name, 0.0) + earned
 
     def on_thread(self, loop: asyncio.AbstractEventLoop) -> Episode:
-        """The episode for a plain function on a thread, whose client runs on `loop`."""
+        """The episode for a plain function on a thread, with a client that runs on `loop`."""
         return self
 
     def check(self) -> None:
-        """Raise ClaimLostError, with the reason, if the claim is known to be lost. Sends nothing."""
+        """Raise ClaimLostError if the claim is known to be lost. Sends nothing."""
         if self.lost:
             raise ClaimLostError(self.lease.lost_because)
 
 
 def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, Any]:
-    """Return the arguments of `Episode` for a claim made with `settings`.
-
-    Servers of the first version do not report the lease; they use what the client asked for.
-    """
+    # The server's first version did not report the lease.
     return {
         "episode_uuid": claim.episode_uuid,
         "attempt": claim.attempt,
@@ -226,23 +210,22 @@ def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, A
 
 
 def heartbeat_interval_s(episode: Episode) -> float:
-    """Return the seconds until the next heartbeat: at most a third of the lease, with jitter."""
+    # At most a third of the lease, with jitter.
     return episode.allow_discard_timeout / BEATS_PER_LEASE * random.uniform(0.75, 1.0)
 
 
 class HeldClaim:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
+        # Called on the event loop when a heartbeat learns that the claim is lost.
         self.on_lost: Callable[[], None] | None = None
-        """Called on the event loop when a heartbeat learns that the claim is lost."""
-
         self.is_open = True
         self.timer: asyncio.TimerHandle | None = None
         self.beat: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def cancelling_the_block(self) -> AsyncGenerator[None]:
-        """Cancel this block when a heartbeat learns that the claim is lost; it then raises ClaimLostError."""
+        """Cancel this block, and raise ClaimLostError, when a heartbeat learns that the claim is lost."""
         scope = asyncio.timeout(None)  # It cancels the block and recognizes its own cancellation.
         try:
             async with scope:
@@ -285,7 +268,6 @@ class Heartbeats:
             held.close()
 
     async def run(self) -> None:
-        """Renew claims when they are due, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 held = await self._due.get()
@@ -330,15 +312,14 @@ async def renewed_by_task(
         await asyncio.wait([renewing])
 
 
+# A reward, a reward with metadata, or the whole output.
 RolloutResult = float | WorkflowOutput | tuple[float, dict[str, JsonValue]]
-"""What a rollout returns: a reward, a reward with metadata, or the whole output."""
-
 RolloutFunction = Callable[[Episode], RolloutResult] | Callable[[Episode], Awaitable[RolloutResult]]
 """A plain function, which gets its own thread, or an async function."""
 
 
 def as_output(result: object) -> WorkflowOutput:
-    """Convert a rollout's result. Raises TypeError, naming the type, for anything else."""
+    """Raises TypeError, naming the type, for anything else."""
     if isinstance(result, WorkflowOutput):
         return result
     if isinstance(result, int | float):
@@ -354,10 +335,7 @@ def as_output(result: object) -> WorkflowOutput:
 
 
 async def run_rollout(rollout: RolloutFunction, held: HeldClaim) -> object:
-    """Run `rollout` for a held episode and return its result.
-
-    Raises what it raises, or ClaimLostError if a heartbeat learns meanwhile that the claim is lost.
-    """
+    """Raises the rollout's exceptions, or ClaimLostError if a heartbeat learns of that."""
     if _is_async(rollout):
         result: object = None
         async with held.cancelling_the_block():

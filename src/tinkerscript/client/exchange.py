@@ -1,10 +1,7 @@
 """Requests to the interchange server without the I/O: retries, refusals, lost claims.
 
-An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, and receives the
-`Reply` (None after a `Wait`). Its return value is the operation's result.
-
-Invariant: an operation either returns what the server stored or raises; an error never passes for an
-answer.
+An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, receives the `Reply`
+(None after a `Wait`), and returns the operation's result, or raises.
 """
 
 from __future__ import annotations
@@ -26,18 +23,12 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S = 60.0
 
-REPLY_TIMEOUT_S = 30.0
-"""Seconds for the reply, in addition to the time that the server may hold the request."""
-
-CLAIM_PATH = "/claim_episode"
-"""Claims log a warning while the server is unavailable, because a whole worker waits for them."""
-
+REPLY_TIMEOUT_S = 30.0  # In addition to the time that the server may hold the request.
+CLAIM_PATH = "/claim_episode"  # Logs a warning while the server is away, because a whole worker waits.
 WARN_AFTER_S = 2.0
 WARN_AGAIN_AFTER_S = 60.0
 
-LOST_CLAIM = frozenset({401, 403, 404, 409, 410})
-"""Statuses which mean that the claim of the request's key is unknown or has lost its lease."""
-
+LOST_CLAIM = frozenset({401, 403, 404, 409, 410})  # The claim is unknown or has lost its lease.
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _RETRIED = frozenset({408, 425, 429})
@@ -56,11 +47,8 @@ class HttpRequest:
     method: str
     path: str
     body: bytes | None
-    timeout_s: float
-    """Seconds that the reply may take."""
-
-    key: str | None = field(default=None, repr=False)
-    """The claim's key, which replaces the client's token."""
+    timeout_s: float  # For the reply.
+    key: str | None = field(default=None, repr=False)  # The claim's key, in place of the client's token.
 
     @property
     def headers(self) -> dict[str, str]:
@@ -68,7 +56,7 @@ class HttpRequest:
 
 
 def post(path: str, message: BaseModel, *, hold_s: float = 0.0, key: str | None = None) -> HttpRequest:
-    """Make a POST of `message` as JSON, which the server may hold for `hold_s` seconds."""
+    # The server may hold the request for `hold_s` seconds.
     return HttpRequest("POST", path, message.model_dump_json().encode(), hold_s + REPLY_TIMEOUT_S, key)
 
 
@@ -79,20 +67,17 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The server's reply. Header names are lower case."""
-
+    # Header names are lower case.
     status: int
     headers: Mapping[str, str]
     body: bytes
 
     @property
     def is_retryable(self) -> bool:
-        """Whether the same request may succeed later."""
         return self.status >= 500 or self.status in _RETRIED
 
     @property
     def reason(self) -> str:
-        """The message of a refusal, or the beginning of any other body."""
         try:
             return RefusalResponse.model_validate_json(self.body).failure_reason
         except ValidationError:
@@ -102,7 +87,7 @@ class Response:
 
     @property
     def retry_after_s(self) -> float | None:
-        """Seconds from the Retry-After header; None if it is missing or a date."""
+        # None if it is missing or a date.
         try:
             seconds = float(self.headers.get("retry-after", ""))
         except ValueError:
@@ -111,7 +96,7 @@ class Response:
 
 
 Reply: TypeAlias = Response | Exception | None
-"""The server's response, or the error that prevented one; None after a `Wait`."""
+"""The response, or the error that prevented one; None after a `Wait`."""
 
 Operation: TypeAlias = Generator[HttpRequest | Wait, Reply, T]
 
@@ -124,7 +109,6 @@ class Timing:
     uniform: Callable[[float, float], float] = random.uniform
 
     def delay(self, failures: int, retry_after_s: float | None = None) -> float:
-        """Return the seconds before the next try: the server's wish or exponential backoff, with jitter."""
         if retry_after_s is not None:
             return min(retry_after_s, MAX_RETRY_AFTER_S) * self.uniform(1.0, 1.25)
         return min(_FIRST_DELAY_S * 2.0 ** min(failures, 16), _MAX_DELAY_S) * self.uniform(0.5, 1.0)
@@ -135,8 +119,8 @@ def respond(
 ) -> Operation[Response]:
     """Send `request` until the server gives a definite response.
 
-    Waits at most `max_delay_s` seconds between tries. Raises ServerUnreachableError after `timeout_s`
-    seconds without an available server (None: never).
+    Tries at least every `max_delay_s` seconds. Raises ServerUnreachableError after `timeout_s` seconds (None:
+    never).
     """
     failures, failing_since, warn_at = 0, 0.0, 0.0
     while True:
@@ -162,11 +146,7 @@ def respond(
 
 
 def read(response: Response, parse: Callable[[bytes], T], *, may_lose_claim: bool = False) -> T:
-    """Parse a successful response.
-
-    Raises RequestRefusedError for any other response, or ClaimLostError if the request `may_lose_claim`
-    and the status means that.
-    """
+    """Raises RequestRefusedError, or ClaimLostError if `may_lose_claim`, unless the response is a success."""
     if response.status >= 300:
         if may_lose_claim and response.status in LOST_CLAIM:
             raise ClaimLostError(response.reason)

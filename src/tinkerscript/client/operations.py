@@ -1,11 +1,8 @@
-"""What a client says to the interchange server: one `Operation` per method, without I/O.
+"""The client's requests to the interchange server, one `Operation` per method, without I/O.
 
-Both clients run these; they only send, sleep, and pass replies on.
-
-Invariant: operations may be repeated. A claim keeps its `claim_request_id` until it has a definite
-answer, so a retry returns the claim whose reply was lost. Uuids of registered episodes are derived from
-the pool, the task id, the round and the place in the group, so registering a group again, even from
-another process, gives the same group.
+Invariant: operations may be repeated. A claim keeps its `claim_request_id` until it has a definite answer, so
+a retry returns the claim of the lost reply. Uuids of registered episodes are derived from the pool, the
+task id, the round and the place in the group, so registering a group again gives the same group.
 """
 
 from __future__ import annotations
@@ -81,19 +78,13 @@ from tinkerscript.protocol import (
     failure_line,
 )
 
-LONG_POLL_S = 30.0
-"""Seconds that the server may hold a request for an episode."""
-
+LONG_POLL_S = 30.0  # The server may hold a request for an episode this long.
 REPORT_S = 15.0
 
-LAST_REQUEST_S = 5.0
-"""Seconds for an episode's last request while its program is being stopped."""
-
+LAST_REQUEST_S = 5.0  # For an episode's last request while its program is being stopped.
 TASK_ERROR = "task_error"
 
-ENGINE_S = 60.0
-"""Seconds for a trainer to end before another one starts."""
-
+ENGINE_S = 60.0  # For a trainer to end before another one starts.
 _PER_REGISTRATION = 500
 
 NO_RESULT = "the block of the episode ended without a result"
@@ -119,11 +110,7 @@ class Operations:
         *,
         pool: str = TRAINER_POOL,
     ) -> Operation[list[EpisodeClaim]]:
-        """Ask for episodes until there is at least one.
-
-        Raises NoEpisodeError after `wait_s` seconds without one, RunFinishedError if there will be
-        none.
-        """
+        """Raises NoEpisodeError after `wait_s` seconds, and RunFinishedError if there will be no episode."""
         if wait_s is not None and not wait_s >= 0:
             raise ValueError(f"wait_s must be a number of seconds or None, got {wait_s!r}")
         started, empty, left_s = self.timing.clock(), 0, wait_s
@@ -154,10 +141,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[list[str]]:
-        """Register the episodes of a group one by one, and return their uuids.
-
-        Raises ValueError for an empty or long task id, or a group size below 1.
-        """
+        """Raises ValueError for an empty or long task id, or a group size below 1."""
         group = self._group(task_id, payload, group_size=group_size, episode_type=episode_type, round=round)
         for message in group:
             yield from self._ask(post("/register_episode", message), _read_success)
@@ -171,11 +155,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[dict[str, list[str]]]:
-        """Register a group for each sample (task id -> payload), many per request.
-
-        Waits while a quota is used up. Raises what `register_episode` raises, naming the refused
-        episodes.
-        """
+        """Waits while a quota is used up. Raises like `register_episode`, naming the refused episodes."""
         groups = {
             task_id: self._group(
                 task_id, payload, group_size=group_size, episode_type=episode_type, round=round
@@ -240,7 +220,7 @@ class Operations:
         log_metrics: dict[str, float] | None = None,
         role_rewards: dict[str, float] | None = None,
     ) -> Operation[None]:
-        """Hand in a result. Raises ValueError for a reward that is missing or out of bounds."""
+        """Raises ValueError for a reward that is missing or out of bounds."""
         output = workflow_output(
             reward,
             is_success=is_success,
@@ -260,7 +240,6 @@ class Operations:
     def abort_episode(
         self, episode: Episode, reason: str, kind: str, *, within_s: float | None = None
     ) -> Operation[None]:
-        """Record why this attempt failed and give the episode back, within `within_s` seconds if given."""
         message = AbortEpisodeRequest(
             client_uuid=episode.client_uuid,
             episode_uuid=episode.episode_uuid,
@@ -270,26 +249,20 @@ class Operations:
         yield from self._settle(episode, request, within_s)
 
     def give_back(self, episode: Episode, error: BaseException) -> Operation[None]:
-        """Abort the episode of a program that raised `error`.
-
-        If the program is being stopped, do so quickly; an interruption does not count as a failure.
-        """
+        """Abort the episode of a program that raised `error`. An interruption does not count as a failure."""
         if isinstance(error, Exception | SystemExit):
             within_s = LAST_REQUEST_S if isinstance(error, SystemExit) else None
             return self.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
         return self.abort_episode(episode, failure_line(error), HANDED_BACK, within_s=LAST_REQUEST_S)
 
     def can_continue_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
-        """Renew the claim and return whether the episode still counts."""
         request = _claim_request("/can_continue_episode", episode)
         reply = yield from self._ask(request, CanContinueEpisodeResponse.model_validate_json)
         return _mark_lost(episode, reply)
 
     def heartbeat_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
-        """Renew one claim. A lost claim is a normal answer here, not an error.
-
-        During an outage, requests are sent at least as often as the lease requires.
-        """
+        """Renew one claim. A lost claim is a normal answer here, not an error."""
+        # During an outage, requests are sent at least as often as the lease requires.
         response = yield from respond(
             _claim_request("/heartbeat_episode", episode),
             timeout_s=self.settings.timeout_s,
@@ -328,7 +301,6 @@ class Operations:
         return self._ask(HttpRequest("POST", "/stop_engine", b"{}", REPLY_TIMEOUT_S), _read_success)
 
     def failed_episodes(self) -> Operation[list[EpisodeStatus]]:
-        """Return the dead letters, reading page after page."""
         found, after = list[EpisodeStatus](), 0
         while after is not None:
             request = HttpRequest("GET", f"/failed_episodes?after={after}", None, REPLY_TIMEOUT_S)
@@ -350,10 +322,7 @@ class Operations:
     def await_run_end(
         self, wait_s: float | None, report: Callable[[], WorkerReport] | None = None
     ) -> Operation[bool]:
-        """Wait up to `wait_s` seconds (None: no limit) for the run to finish; return whether it has.
-
-        Each request includes the client's `report`. Raises RunFailedError if the run fails.
-        """
+        """Return whether the run finished within `wait_s` seconds. Raises RunFailedError."""
         longest_s = LONG_POLL_S if report is None else REPORT_S
         started, asked = self.timing.clock(), 0
         while True:
@@ -397,7 +366,6 @@ class Operations:
     def _settle(
         self, episode: Episode, request: HttpRequest, within_s: float | None = None
     ) -> Operation[None]:
-        """Hand in a result or an abort. On ClaimLostError, the lease is marked as lost too."""
         timeout_s = self.settings.timeout_s
         if within_s is not None:
             request, timeout_s = replace(request, timeout_s=min(request.timeout_s, within_s)), within_s
@@ -412,7 +380,6 @@ def episode_uuids(pool: str, task_id: str, group_size: int, round: str) -> list[
 
 
 def _added(told: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
-    """The sums of the rewards of each call."""
     total = dict(told)
     for name, reward in more.items():
         call = call_id_of(name)
@@ -429,8 +396,7 @@ def workflow_output(
     role_rewards: dict[str, float] | None = None,
     call_rewards: dict[str, float] | None = None,
 ) -> WorkflowOutput:
-    """Combine the arguments of `end_episode`. They override the fields of a WorkflowOutput, except that the
-    rewards of calls are added up."""
+    """Combine the arguments of `end_episode`. They override a WorkflowOutput's; rewards of calls add up."""
     given: dict[str, Any] = {
         "is_success": is_success,
         "metadata": metadata,

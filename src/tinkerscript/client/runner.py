@@ -1,9 +1,7 @@
 """`Runner` runs a rollout function over the server's episodes, several at a time, until stopped.
 
-Invariant: every claim is renewed while it is worked on, and then ended, aborted with a reason, or known
-to be lost. After a stop, claimed episodes may finish within a grace period; the rest is handed back
-without counting as failed. The run waits while the server restarts, and ends when the trainer has
-finished.
+Invariant: every claim is renewed while it is worked on, and then ended, aborted with a reason, or known to be
+lost.
 """
 
 from __future__ import annotations
@@ -57,19 +55,13 @@ from tinkerscript.tracing import span
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_GRACE_S = 20.0
-"""Together with 10 s for the process to exit, this is Kubernetes' and Slurm's default grace period."""
-
-INTERRUPT_GRACE_S = 2.0
-"""Grace period after SIGINT, which people send."""
-
-FINISHED_GRACE_S = 1.0
-"""Grace period after the end of the run, which needs no more results."""
-
+DEFAULT_GRACE_S = 20.0  # With 10 s for the process to exit, Kubernetes' and Slurm's default.
+INTERRUPT_GRACE_S = 2.0  # After SIGINT, which people send.
+FINISHED_GRACE_S = 1.0  # The trainer needs no more results.
 DEFAULT_GIVE_UP_AFTER_S = 600.0
 DEFAULT_SUMMARY_EVERY_S = 10.0
 
-# A short poll lets a stop take effect without abandoning a claim in flight.
+# Short, so that a stop takes effect without abandoning a claim in flight.
 _POLL_S = 1.0
 
 _MAX_PER_CLAIM = 256
@@ -82,13 +74,13 @@ class RunStatistics:
     claimed: int = 0
     ended: int = 0
     failed: int = 0
-    """The rollout raised or returned no usable reward; the reason is recorded."""
+    """The rollout raised or returned no usable reward."""
 
     lost: int = 0
     """The claim lost its lease."""
 
     handed_back: int = 0
-    """Given back because the run was stopped."""
+    """The run was stopped."""
 
     @property
     def running(self) -> int:
@@ -114,21 +106,20 @@ class Runner:
     ) -> None:
         """Configure a run. Raises ValueError for a number out of range.
 
-        If its claim is lost, an async rollout is cancelled. A plain function cannot be stopped: it keeps
-        its slot until it returns, but its model calls are refused, and it can check `episode.lost` or call
-        `episode.check()`.
+        If its claim is lost, an async rollout is cancelled. A plain function cannot be stopped, but its model
+        calls are refused, and it can check `episode.lost` or call `episode.check()`.
 
         Args:
             rollout: The function to run for each episode, plain or async.
-            client: The server and the identity to use. The run opens its own connections.
+            client: The server and identity to use. The run opens its own connections.
             concurrency: Episodes at a time.
             episode_type: Which episodes to claim.
-            pool: Whose episodes to claim: the trainer's, or a client's own (`client.pool`).
+            pool: The trainer's episodes, or a client's own (`client.pool`).
             max_episodes: Claim at most this many. None: no limit.
             should_stop: Called before each claim; True ends the run.
             grace_s: Seconds for running episodes to finish after a stop.
             give_up_after_s: Seconds to wait for an unreachable server. None: no limit.
-            summary_every_s: Seconds between log lines that summarize the run, while it changes.
+            summary_every_s: Seconds between log lines that summarize the run.
         """
         if concurrency < 1 or (max_episodes is not None and max_episodes < 1):
             raise ValueError(f"concurrency={concurrency} and max_episodes={max_episodes} must be at least 1")
@@ -152,11 +143,9 @@ class Runner:
         # A repeated failure is logged without a traceback.
         self._last_failure = ""
         self.has_failed = False
-        """Whether the run that it worked for has failed."""
-
         self._idle = 0
 
-        # Distinguishes this run's counts from those of other runs with the same client.
+        # Other runs may use the same client.
         self._process = uuid4().hex
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
@@ -164,20 +153,20 @@ class Runner:
         return RunStatistics(**self._counts)
 
     def stop(self, *, grace_s: float | None = None) -> None:
-        """Stop claiming, and finish claimed episodes within `grace_s` seconds (None: as configured).
+        """Stop claiming, finish claimed episodes within `grace_s` seconds, and hand back the rest.
 
-        The rest is handed back. Call this on the run's event loop.
+        Call this on the run's event loop.
         """
         if grace_s is not None:
             self._grace_s = min(grace_s, self._grace_s)
         self._stopping.set()
 
     async def run(self) -> RunStatistics:
-        """Work until stopped, until `max_episodes` are done or the run is finished, or until the server is
-        away too long.
+        """Work until stopped, until `max_episodes` are done or the run finishes, or the server is gone too
+        long.
 
-        Raises ServerUnreachableError or RequestRefusedError if no episode can be claimed, and
-        WrongTaskError if the rollout raises it, in which case that episode is handed back.
+        Raises ServerUnreachableError or RequestRefusedError if no episode can be claimed, and WrongTaskError
+        if the rollout raises it.
         """
         async with self._client.with_timeout(self._give_up_after_s) as client:
             heartbeats = Heartbeats(client.heartbeat_episode)
@@ -207,8 +196,7 @@ class Runner:
             before, since = now, at
 
     async def _watch_for_the_end(self, client: AsyncTinkerScriptClient) -> None:
-        # All slots may be working when the run finishes, and the server may exit soon. Errors are
-        # ignored, because the next claim reports them.
+        # All slots may be busy when the run finishes. The next claim reports errors.
         with suppress(RequestRefusedError, ServerUnreachableError):
             try:
                 if await client.await_run_end(report=self._report):
@@ -251,7 +239,6 @@ class Runner:
         await self._wind_down(pending & set(slots))
 
     async def _wind_down(self, running: set[asyncio.Task[Any]]) -> None:
-        """Let a claim in flight arrive and claimed episodes finish, within the grace period."""
         first_s = min(_POLL_S + 1.0, self._grace_s)
         if running:
             _, running = await asyncio.wait(running, timeout=first_s)
@@ -331,7 +318,7 @@ class Runner:
         except ClaimLostError as error:
             if episode.lost:
                 self._lost(episode, error)
-            else:  # It came from a model call or another episode; the server decides about this one.
+            else:  # Raised by a model call or another episode; the server decides about this one.
                 await self._fail(client, episode, error)
         except WrongTaskError as error:
             # Every episode of that task would fail here, but another worker can run it.
@@ -374,7 +361,7 @@ class Runner:
         *,
         reason: str = "the worker was stopped",
     ) -> None:
-        # A settlement that takes too long is left to the expiry of the lease.
+        # If it takes too long, the lease expires instead.
         try:
             async with asyncio.timeout(LAST_REQUEST_S):
                 if output is None:
@@ -406,8 +393,8 @@ def run(
 ) -> RunStatistics:
     """Run `rollout` over the server's episodes until SIGTERM, SIGINT or `should_stop` ends the run.
 
-    Parameters and errors are those of `Runner`. In a program with its own event loop, use `await
-    Runner(...).run()`. Signals are handled only on the main thread.
+    Takes and raises the same as `Runner`. In a program with an event loop, use `await Runner(...).run()`.
+    Signals are handled only on the main thread.
     """
     runner = Runner(
         rollout,
@@ -432,10 +419,8 @@ async def stopped_by_signals(
 ) -> RunStatistics:
     """Run `runner`; on the main thread, SIGTERM and SIGINT stop it gracefully.
 
-    SIGINT leaves episodes `INTERRUPT_GRACE_S` seconds to finish. `first` is called with the first
-    signal and `second` with the next; by default, the second one has its usual effect, which is to end
-    the process or to raise KeyboardInterrupt. Both are called even while a rollout blocks the event
-    loop.
+    `first` is called with the first signal and `second` with the next, even while a rollout blocks the event
+    loop; by default, the second has its usual effect.
     """
     loop = asyncio.get_running_loop()
     received = list[signal.Signals]()
@@ -478,10 +463,10 @@ def _log_context(episode: Episode) -> AbstractContextManager[None]:
 
 
 def _resident_bytes() -> int:
-    """Return this process's memory, or 0 on systems that do not report it."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:
+        # Not every system reports it.
         return 0
     return int(pages) * resource.getpagesize()
 

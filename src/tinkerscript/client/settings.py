@@ -1,9 +1,8 @@
-"""`ClientSettings`: the server, the client's identity and timeouts, and its connections to the server.
+"""`ClientSettings`: the server, the client's identity and timeouts, and its connections.
 
-The environment may set the server's URL (TINKERSCRIPT_SERVER_URL) and the client's token, either
-directly (TINKERSCRIPT_CLIENT_TOKEN, which takes precedence) or as the path of a file, such as a mounted
-secret (TINKERSCRIPT_CLIENT_TOKEN_FILE). TINKERSCRIPT_CA_FILE names the certificates of a server that
-this machine does not trust yet. Tokens are never logged.
+The environment may set the server's URL (TINKERSCRIPT_SERVER_URL), the client's token
+(TINKERSCRIPT_CLIENT_TOKEN, or the path of a file in TINKERSCRIPT_CLIENT_TOKEN_FILE), and certificates to
+trust (TINKERSCRIPT_CA_FILE). Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 CA_FILE = "TINKERSCRIPT_CA_FILE"
 
 DEFAULT_SERVER_URL = "http://127.0.0.1:10086"
-LATEST = Path("runs/latest")
-"""The newest run in the working directory."""
-
+LATEST = Path("runs/latest")  # The newest run in the working directory.
 DEFAULT_TIMEOUT_S = 300.0
 
 
@@ -40,10 +37,10 @@ class ClientSettings:
     server_url: str
     client_uuid: str
     token: str | None = field(default=None, repr=False)
-    """Token of the client role; None if the server requires none."""
+    """None if the server requires none."""
 
     timeout_s: float | None = DEFAULT_TIMEOUT_S
-    """Seconds for which operations are retried while the server is unreachable. None: no limit."""
+    """Seconds to retry operations while the server is unreachable. None: no limit."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without activity after which a claim's lease expires."""
@@ -56,15 +53,12 @@ class ClientSettings:
 
     @property
     def pool(self) -> str:
-        """The pool of this client's own episodes."""
         return self.client_uuid
 
     def tls(self) -> ssl.SSLContext:
-        """Return the context that verifies the server; for http://, one that trusts nothing.
-
-        Raises ValueError for certificates that cannot be read.
-        """
+        """Raises ValueError for certificates that cannot be read."""
         if not self.server_url.startswith("https://"):
+            # Plain http:// needs no certificates, and loading them takes time.
             return _no_certificates()
         try:
             return certificates(self.ca_file)
@@ -85,7 +79,7 @@ class ClientSettings:
 
 
 def checked_url(url: str) -> str:
-    """Return `url` without a trailing slash. Raises ValueError if it is not an HTTP URL."""
+    """Raises ValueError if `url` is not an HTTP URL."""
     url = url.strip().rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"server_url must start with http:// or https://, got {url!r}")
@@ -93,10 +87,9 @@ def checked_url(url: str) -> str:
 
 
 def url_of_run(folder: Path) -> str:
-    """Return the URL of the server of the run in `folder`, from its `server.json`.
+    """Read the URL of the run's server from `server.json`. Raises ValueError if no server runs.
 
-    Raises ValueError if no server runs, or if the file is not owned by this user: otherwise a
-    downloaded folder could decide which server gets the user's token.
+    Another user's file is refused, because it could name a server that should not get the token.
     """
     path = folder / "server.json"
     try:
@@ -124,7 +117,6 @@ def _is_loopback(url: str) -> bool:
 
 
 def local_server_url() -> str:
-    """Return the URL of the newest local run's server, or the default."""
     with suppress(ValueError):
         return url_of_run(LATEST)
     return DEFAULT_SERVER_URL
@@ -138,10 +130,7 @@ def make_settings(
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     ca_file: str | None = None,
 ) -> ClientSettings:
-    """Create settings, with a new `client_uuid` and the environment's token unless given.
-
-    Raises ValueError for a bad URL or token file.
-    """
+    """Raises ValueError for a bad URL or token file."""
     return ClientSettings(
         checked_url(server_url),
         client_uuid or uuid4().hex,
@@ -153,20 +142,16 @@ def make_settings(
 
 
 def settings_from_env(environ: Mapping[str, str] = os.environ) -> ClientSettings:
-    """Read the settings from the environment. Raises ValueError for a bad URL or token file."""
+    """Raises ValueError for a bad URL or token file."""
     return make_settings(environ.get(SERVER_URL) or DEFAULT_SERVER_URL, token=client_token(environ))
 
 
 def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the client's token, or None if the environment has none.
-
-    Raises ValueError for a token file that is empty or cannot be read.
-    """
     return role_token(TOKEN, environ)
 
 
 def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the token in the variable `name`, or in the file named by `<name>_FILE`, or None.
+    """Return the token in the variable `name`, or in the file named by `<name>_FILE`.
 
     Raises ValueError for a token file that is empty or cannot be read.
     """
@@ -184,7 +169,7 @@ def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None
 
 @cache
 def certificates(ca_file: str | None) -> ssl.SSLContext:
-    """Load the machine's certificates and `ca_file`. Cached, because it takes tens of milliseconds."""
+    # Cached, because this takes tens of milliseconds.
     context = ssl.create_default_context()
     if ca_file is not None:
         context.load_verify_locations(ca_file)

@@ -1,9 +1,7 @@
 """`TinkerScriptClient` is the client for ordinary, blocking programs.
 
-It runs an `AsyncTinkerScriptClient` on an event loop in its own thread, so that the two cannot differ.
-
-Invariants: an interrupted call leaves nothing on the loop, and closing a client ends the waits of other
-threads.
+It runs an `AsyncTinkerScriptClient` on an event loop in its own thread, so that the two cannot differ. An
+interrupted call leaves nothing on the loop, and closing a client ends other threads' waits.
 """
 
 from __future__ import annotations
@@ -27,8 +25,7 @@ from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL,
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CLOSE_GRACE_S = 1.0
-"""Seconds for running tasks to end when the client is closed."""
+CLOSE_GRACE_S = 1.0  # For running tasks to end when the client is closed.
 
 
 def _blocking(
@@ -42,8 +39,7 @@ def _blocking(
 
 
 class TinkerScriptClient:
-    """Claims episodes from an interchange server and hands in their results. Safe to use from several
-    threads.
+    """Claims episodes from an interchange server and hands in their results. Thread-safe.
 
     Requests are retried for `timeout_s` seconds while the server is unreachable or busy.
     """
@@ -58,8 +54,7 @@ class TinkerScriptClient:
         allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
         ca_file: str | None = None,
     ) -> None:
-        """Create a client without sending anything. Arguments and errors are those of
-        `AsyncTinkerScriptClient`."""
+        """Takes and raises the same as `AsyncTinkerScriptClient`."""
         self.asynchronous = AsyncTinkerScriptClient(
             server_url,
             client_uuid=client_uuid,
@@ -78,7 +73,7 @@ class TinkerScriptClient:
     def from_env(cls) -> TinkerScriptClient:
         """Create a client for the server in TINKERSCRIPT_SERVER_URL, with TINKERSCRIPT_CLIENT_TOKEN.
 
-        The environment is read at first use, which raises ValueError for an unusable URL or token file.
+        First use reads the environment, and raises ValueError for a bad URL or token file.
         """
         client = cls("http://unused", token="")
         client.asynchronous = AsyncTinkerScriptClient.from_env()
@@ -90,7 +85,7 @@ class TinkerScriptClient:
 
     @property
     def pool(self) -> str:
-        """The pool that `register_episode` fills, named after the `client_uuid`."""
+        """The pool that `register_episode` fills."""
         return self.settings.pool
 
     def begin_episode(
@@ -103,11 +98,9 @@ class TinkerScriptClient:
     ) -> ClaimedEpisode:
         """Claim an episode, waiting up to `wait_s` seconds for one (None: no limit).
 
-        `pool` selects the trainer's episodes or a client's own (`client.pool`). The episode can be used
-        in a `with` block: if the block raises, the episode is given back with the reason, and with
-        `heartbeat` the claim is renewed while the block runs (see `Episode.lost` for how a block learns
-        that its claim is lost). Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or
-        RequestRefusedError.
+        `pool` selects the trainer's episodes or a client's own (`client.pool`). A `with` block gives the
+        episode back if it raises, and with `heartbeat` renews the claim meanwhile (see `Episode.lost`).
+        Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
         (episode,) = self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
@@ -123,7 +116,7 @@ class TinkerScriptClient:
     ) -> list[ClaimedEpisode]:
         """Claim 1 to `max_episodes` (at most 256) with one request, waiting until there is one.
 
-        Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
+        Raises the same errors as `begin_episode`.
         """
         claims = self.run(self.asynchronous.claim(max_episodes, episode_type, wait_s, pool=pool))
         return [ClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]
@@ -175,10 +168,9 @@ class TinkerScriptClient:
 
     @contextmanager
     def held(self, episode: Episode, *, heartbeat: bool) -> Generator[None]:
-        """Renew the claim while this block runs, and give the episode back if the block raises.
+        """Renew the claim while this block runs, and give the episode back unless the block ends it.
 
-        If the block neither ends nor aborts the episode, it is given back with a warning. The block of
-        a claimed episode does the same; this is for other `Episode`s.
+        The block of a claimed episode does this itself; use this for other `Episode`s.
         """
         try:
             with self._renewing(episode) if heartbeat else nullcontext():
@@ -202,7 +194,7 @@ class TinkerScriptClient:
             await heartbeats.run()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the client's event loop and return its result. An interrupt cancels it."""
+        """Run `work` on the client's event loop. An interrupt cancels it."""
         try:
             loop = self._running()
         except ClientClosedError:

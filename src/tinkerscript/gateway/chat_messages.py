@@ -1,18 +1,15 @@
 """The normalized form of messages, and the keys that compare them.
 
-A normalized message is a dictionary with `role`, `content` (always a string), and optionally `name`,
-`tool_call_id`, `reasoning_content` and `tool_calls` (OpenAI's form, arguments as a JSON string). Three
-more fields are never rendered: `id`, the call that sampled an assistant message, if the caller named
-it; `instructions`, true for a system message that applies to one request; and `is_error` of a tool
-result.
+A normalized message has `role`, `content` (always a string), and optionally `name`, `tool_call_id`,
+`reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are never rendered:
+`id`, the call that sampled an assistant message; `instructions`, true for a system message of one request;
+and a tool result's `is_error`.
 
 Two messages are the same if and only if their keys are equal:
 
 - None equals "", and text parts are concatenated.
-- White space around an assistant's message is ignored, because many programs strip it. Other messages
-  are compared exactly.
-- Arguments of tool calls are compared as JSON values, with `{}` for an empty string and `1.0` equal to
-  `1`. Text that is not JSON is compared as text.
+- White space around an assistant's message is ignored, because many programs strip it.
+- Arguments of tool calls are compared as JSON values, with `{}` for an empty string.
 - Ids are ignored, but a tool result's position among the preceding calls counts.
 - Reasoning is ignored; `conversation.tree` compares it if it was sent back.
 """
@@ -29,14 +26,13 @@ import msgspec
 ChatMessage = dict[str, Any]
 
 
-Tool = dict[str, Any]
-"""A tool in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+Tool = dict[str, Any]  # OpenAI's: `{"type": "function", "function": {"name", "description", "parameters"}}`.
 
 
 _ORDERED = msgspec.json.Encoder(order="deterministic")
 
 
-# Canonical arguments up to this length are cached, because every later turn repeats them.
+# Longer arguments are not cached.
 _SHORT_TEXT = 4096
 
 
@@ -44,7 +40,6 @@ _SHORT_TEXTS = 1024
 
 
 def message_keys(messages: Iterable[ChatMessage], before: ChatMessage | None = None) -> Iterator[Hashable]:
-    """Yield the key of each message, given the assistant message `before` the first."""
     positions = _call_positions(before) if before else {}
     for message in messages:
         role = message["role"]
@@ -60,7 +55,7 @@ def text_size(messages: Iterable[ChatMessage]) -> int:
     size = 0
     for message in messages:
         size += len(message["content"] or "")
-        if len(message) > 2:  # Besides role and content.
+        if len(message) > 2:  # More than role and content.
             size += len(message.get("reasoning_content", ""))
             size += sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
     return size
@@ -78,18 +73,16 @@ def calls_key(message: Mapping[str, Any]) -> Hashable:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Return a message's reasoning, stripped for comparison."""
     return (message.get("reasoning_content") or "").strip()
 
 
 def given_ids(message: Mapping[str, Any]) -> list[str]:
-    """Return the ids of an assistant message and of its tool calls."""
     ids = [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
     return [message["id"], *ids] if message.get("id") else ids
 
 
 def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMessage]) -> list[ChatMessage]:
-    """Return `results` with the call ids of `reply`. The caller sent it back as `repeated` with other ids."""
+    """Give `results` the call ids of `reply`, which came back as `repeated`."""
     ours = [call["id"] for call in reply.get("tool_calls") or ()]
     positions = _call_positions(repeated)
     renamed = {id_: ours[position] for id_, position in positions.items() if ours[position] != id_}
@@ -104,7 +97,6 @@ def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMes
 
 
 def tools_key(tools: list[Tool]) -> bytes:
-    """Return the key of a request's tools: JSON with sorted keys."""
     return _ORDERED.encode(tools) if tools else b""
 
 
@@ -134,7 +126,7 @@ def joined_parts(parts: Sequence[str]) -> str:
 
 
 def is_expressible(name: object, arguments: object) -> bool:
-    """Return whether OpenAI's form can express a call: a name and a JSON object of arguments."""
+    """Return whether OpenAI's form can express a call: a name and a JSON object."""
     if not isinstance(name, str) or not name or not is_encodable(name) or not isinstance(arguments, dict):
         return False
     try:
@@ -145,12 +137,12 @@ def is_expressible(name: object, arguments: object) -> bool:
 
 
 def is_encodable(text: str) -> bool:
-    """Return whether `text` has no lone surrogates, which JSON escapes can produce."""
+    """JSON escapes can produce lone surrogates."""
     return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Append `messages` to `history`, without the instructions of earlier requests."""
+    """Append `messages`, dropping the instructions of earlier requests."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]

@@ -1,9 +1,8 @@
 """`ChatTemplate` renders a model's Jinja chat template as transformers does, without importing it.
 
-Templates differ in the messages they accept: arguments as an object or as JSON text, missing content as
-"" or None, tool call ids of nine characters. Rendering one conversation with a tool call shows which.
-The environment copies `transformers.utils.chat_template_utils` (version 5.5), and a test compares the
-two.
+Templates differ in the messages they accept: arguments as an object or as JSON text, missing content as "" or
+None, tool call ids of nine characters. Rendering a probe shows which. The environment copies
+`transformers.utils.chat_template_utils` (5.5), and a test compares the two.
 """
 
 from __future__ import annotations
@@ -71,6 +70,7 @@ PROBE_CALL: list[ChatMessage] = [
 ]
 
 
+# For templates without tools, in the wording of Qwen and Hermes.
 TOOLS_IN_PROMPT = """\
 # Tools
 
@@ -85,29 +85,19 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""  # noqa: E501
-"""The declaration of tools for templates without one, in the wording of Qwen and Hermes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """The form in which a template expects messages with tool calls."""
-
-    empty_content: str | None = ""
-    """The content of a message with only tool calls."""
-
-    parsed_arguments: bool = True
-    """Whether arguments are an object rather than JSON text."""
-
-    short_ids: bool = False
-    """Whether tool call ids have nine letters or digits (Mistral)."""
-
-    tools_in: str = ""
-    """The role of the message that declares the tools as text, or empty if the template writes them."""
+    empty_content: str | None = ""  # The content of messages with only tool calls.
+    parsed_arguments: bool = True  # Arguments are an object rather than JSON text.
+    short_ids: bool = False  # Ids have nine letters or digits (Mistral).
+    tools_in: str = ""  # The role that declares tools as text; empty if the template does.
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
         given = {name: value for name, value in message.items() if name in _FIELDS}
         if "reasoning_content" in given and not (given["content"] and given.get("tool_calls")):
-            # gpt-oss's template has this name for it and refuses it together with text and calls.
+            # gpt-oss's name for it, refused together with text and calls.
             given["thinking"] = given["reasoning_content"]
         if self.short_ids and given.get("tool_call_id"):
             given["tool_call_id"] = _short_id(given["tool_call_id"])
@@ -135,12 +125,10 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`templates` maps names to Jinja sources: `default`, and `tool_use` if requests with tools have
-        another. `origin` is the file for error messages, and `clock` gives the time that templates may
-        write.
+        """`templates` maps names to sources: `default`, and `tool_use` if requests with tools have another.
 
-        Raises ConfigError if a template does not compile, if there is no `default`, or if the template
-        does not use one of `kwargs`.
+        Raises ConfigError if a template does not compile, `default` is missing, or one of `kwargs` is not
+        used.
         """
         if "default" not in templates:
             names = ", ".join(sorted(templates))
@@ -159,7 +147,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:
-        """Return the template of a model folder, or None if it has none. Raises ConfigError."""
+        """Raises ConfigError."""
         templates = _templates_of(folder)
         return cls(templates, _tokens_of(folder), origin=str(folder), kwargs=kwargs) if templates else None
 
@@ -171,7 +159,7 @@ class ChatTemplate:
         generation: bool,
         now: datetime | None = None,
     ) -> str:
-        """Render the conversation, with `generation` including the header of the assistant's next reply.
+        """`generation` adds the header of the assistant's next reply.
 
         Raises GatewayError 400 for messages that the template refuses.
         """
@@ -206,8 +194,7 @@ class ChatTemplate:
         )
 
     def _find_form(self) -> MessageForm:
-        """Return the first form in which the template writes a tool call and its result, or a textual
-        form."""
+        """Find the first form in which the template writes a tool call and its result."""
         if self._writes_tools():
             for content, parsed, short in product(("", None), (True, False), (False, True)):
                 form = MessageForm(content, parsed, short)
@@ -240,11 +227,7 @@ _REFUSALS = (
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
-    """Rewrite a conversation for a template without tools.
-
-    The first message of `role` declares the tools. Calls become text of the assistant, and the results
-    of a turn one text of the user.
-    """
+    """Rewrite a conversation for a template without tools. The first message of `role` declares them."""
     written: list[ChatMessage] = []
     for number, message in enumerate(messages):
         text = message.get("content") or ""
@@ -277,9 +260,9 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the template files of a model folder by name, with `kwargs` as the defaults of their arguments.
+    """Return the template files by name, with `kwargs` as defaults; empty without `kwargs`.
 
-    A checkpoint with these files prompts as in training wherever it is served. Empty without `kwargs`.
+    A checkpoint with these files prompts as in training wherever it is served.
     """
     if not kwargs:
         return {}
@@ -345,10 +328,10 @@ def _tokens_of(folder: Path) -> dict[str, str]:
 
 
 def parsed_arguments(arguments: str) -> Any:
-    """Return arguments as an object, or as text if they are not a JSON object."""
     try:
         value: Any = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
+        # Not a JSON object.
         return arguments
     return cast("dict[str, Any]", value) if isinstance(value, dict) else arguments
 

@@ -1,7 +1,6 @@
 """`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls.
 
-The server implements it on its episodes; `testing.MemoryClaimBook` is a fake. Invariant: a call is only
-recorded for a claim that holds its lease.
+Invariant: a call is only recorded for a claim that holds its lease.
 """
 
 from __future__ import annotations
@@ -19,32 +18,25 @@ __all__ = ["ClaimBook", "OpenClaim"]
 class OpenClaim:
     episode_uuid: str
     attempt: int
-    policy_version: int
-    """The policy version at the time of the claim."""
-
+    policy_version: int  # At the time of the claim.
+    # Calls may extend any earlier one. Outside episodes they extend only calls given to `keep`.
     continues: bool = True
-    """Whether calls may extend any earlier call. A model served without episodes extends only calls given
-    to `ClaimBook.keep`."""
 
 
 class ClaimBook(ABC):
-    """Decides who may call the model, and stores the calls."""
-
     @abstractmethod
     async def open(self, key: str) -> OpenClaim:
         """Return the claim of `key` and renew its lease.
 
-        Raises GatewayError 401 `invalid_api_key` for an unknown key, and 409 `claim_lost` for a lost
-        lease.
+        Raises GatewayError 401 `invalid_api_key` or 409 `claim_lost`.
         """
 
     async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
         """Reserve the claim's limits before sampling. The lease does not expire until `end`.
 
-        `num_bytes` is the size of the record besides the samples. Returns the granted number of tokens
-        per sample, at most `max_tokens`. Raises GatewayError 409 `claim_lost`, 403
-        `claim_limit_exceeded` if the claim has used up its calls, tokens or bytes, and 429 if calls in
-        flight may use them up.
+        `num_bytes` is the record's size without the samples. Returns the granted tokens per sample. Raises
+        GatewayError 409 `claim_lost`, 403 `claim_limit_exceeded` if the claim has used up its calls, tokens
+        or bytes, and 429 if calls in flight may use them up.
         """
         return max_tokens
 
@@ -61,7 +53,7 @@ class ClaimBook(ABC):
         """
 
     def keep(self, claim: OpenClaim, calls: Sequence[Call]) -> None:  # noqa: B027
-        """Let later requests name these recorded calls. A claim that continues keeps all its calls anyway."""
+        """Let later requests name these recorded calls."""
 
     def kept(self, claim: OpenClaim, call_id: str) -> list[Call]:
         """Return a call given to `keep` and the calls it extends, oldest first; empty if it is gone."""
@@ -69,7 +61,4 @@ class ClaimBook(ABC):
 
     @abstractmethod
     async def calls(self, claim: OpenClaim) -> list[Call]:
-        """Return the recorded calls of this claim, oldest first, to restore its session after a restart.
-
-        Raises GatewayError 409 `claim_lost` if the lease is lost.
-        """
+        """Return this claim's recorded calls, oldest first. Raises GatewayError 409 `claim_lost`."""

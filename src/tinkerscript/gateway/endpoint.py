@@ -1,7 +1,6 @@
 """`Gateway` routes requests in every wire format to the model that they name.
 
-Each model is a `NamedModel`: the policy, or a role of the run. Invariant: a request reaches a role only
-under the role's exact name; every other name is the policy's or unknown.
+Invariant: a request reaches a role only under the role's exact name.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ _READ_NAME = msgspec.json.Decoder(_Named).decode
 
 
 class Gateway:
-    router: APIRouter
-    """Routes under `/v1`, for the server's application."""
-
+    router: APIRouter  # Under `/v1`.
     routes: dict[str, Responder]
 
     def __init__(
@@ -56,7 +53,6 @@ class Gateway:
         model_names: Sequence[str],
         roles: Mapping[str, NamedModel],
     ) -> None:
-        """`model_names` are the policy's names in the list of models."""
         self._policy = policy
         self._claims = claims
         self._roles = dict(roles)
@@ -149,11 +145,10 @@ def create_gateway(
 ) -> Gateway:
     """Create the gateway for the model in `model_folder`, which replies call `model_name`.
 
-    `accepted_names` are further names for the policy; if it is empty and there are no roles, any name
-    is accepted. `outside` maps roles to the servers that answer for them, and `sampled` roles to chat
-    formats for which `sampler` samples. `frozen` roles do not train, so they follow the program's
-    sampling parameters regardless of `sampling.precedence`. Raises ConfigError if the folder's
-    tokenizer, config or chat format is not usable, or if a role has one of the policy's names.
+    `accepted_names`: more names for the policy; with none and no roles, any name is accepted. `outside`:
+    servers by role. `sampled`: chat formats of the roles that `sampler` serves. `frozen`: roles that follow
+    the program's sampling parameters. Raises ConfigError for an unusable model folder, or a role with one of
+    the policy's names.
     """
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))
     renderer = ChatRenderer(model_folder, chat_template_kwargs)
@@ -192,7 +187,7 @@ def gateway_of(
     sampler: Sampler,
     outside: Mapping[str, OutsideServer] | None = None,
 ) -> Gateway:
-    """Create the gateway for the models of a run. `outside` is None without roles. Raises ConfigError."""
+    """Raises ConfigError."""
     folder = model_folder(config.engine.model)
     return create_gateway(
         claims=claims,
@@ -213,8 +208,7 @@ def _sampled(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
     for name, role in config.episode_roles.items():
         if role.kind == "outside":
             continue
-        # Trained roles, models of inference servers, and roles without a model use the policy's
-        # tokenizer.
+        # Trained roles, inference servers, and roles without a model use the policy's tokenizer.
         is_same = role.kind == "trained" or role.base_url or not role.model
         own = folder if is_same else model_folder(role.model)
         kwargs = config.engine.chat_template_kwargs if own == folder else None

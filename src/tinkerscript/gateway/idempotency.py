@@ -2,16 +2,11 @@
 
 A request is a repetition in two cases; otherwise it is sampled:
 
-1. It has the `Idempotency-Key` of an earlier one. While that is in flight, others wait; if it fails,
-   one of them takes its place. After it is recorded they get the recorded reply, even after a restart,
-   because calls store the key. The key with another body is refused with 422.
+1. It has an earlier one's `Idempotency-Key`. While that is in flight, others wait; if it fails, one of
+   the others takes its place. The recorded reply is repeated even after a restart.
 2. It is marked as a retry (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients)
-   and has the same body as a request that was recorded after its client had disconnected. A retry waits
-   while such a request is being recorded. Each original serves one retry, and none after a restart.
-
-A client that disconnects during sampling stops it and nothing is recorded, so that a retry is sampled.
-So is a reply that cannot be reproduced (`recorded_completion`). Memory is bounded per claim and freed
-with it.
+   and has the body of a request that was recorded after its client had disconnected, or is being
+   recorded. Each original serves one retry, and none after a restart.
 """
 
 from __future__ import annotations
@@ -47,26 +42,19 @@ class RequestFingerprint(msgspec.Struct, frozen=True):
 @dataclass(slots=True, eq=False)
 class Attempt:
     fingerprint: RequestFingerprint
-    call_id: str | None = None
-    """The id of the first choice's call, after all choices are recorded."""
-
-    is_recording: bool = False
-    """Whether the sample is complete, and is recorded even if the client disconnects."""
-
-    delivered: bool = False
-    """Whether the client was still connected when the reply was sent."""
-
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the attempt ends, even by an error."""
+    call_id: str | None = None  # The first choice's, after all choices are recorded.
+    is_recording: bool = False  # Recorded even if the client disconnects.
+    delivered: bool = False  # The client was still connected.
+    done: asyncio.Event = field(default_factory=asyncio.Event)  # Set even by an error.
 
 
 class IdempotencyCache:
     def __init__(self, calls: Iterable[Call] = ()) -> None:
-        """Restore the keys of `calls`, recorded before a restart, oldest first."""
+        """`calls` were recorded before a restart, oldest first."""
         self._in_flight: dict[str, Attempt] = {}
         self._keyless: list[Attempt] = []
 
-        # The request's digest and the id of the first choice's call, by idempotency key.
+        # By key: the request's digest and the first choice's call id.
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._undelivered: OrderedDict[str, str] = OrderedDict()
 
@@ -75,7 +63,7 @@ class IdempotencyCache:
                 self._remember(call.idempotency_key, call.request_digest, first_id(call.call_id))
 
     def in_flight(self, fingerprint: RequestFingerprint) -> Attempt | None:
-        """Return the attempt that a request must wait for. Raises GatewayError 422 for a reused key."""
+        """Raises GatewayError 422 for a reused key."""
         if not fingerprint.key:
             return next((each for each in self._keyless if _is_being_recorded(each, fingerprint)), None)
         attempt = self._in_flight.get(fingerprint.key)
@@ -84,7 +72,7 @@ class IdempotencyCache:
         return attempt
 
     def take(self, fingerprint: RequestFingerprint) -> str | None:
-        """Return the first call id of the recorded request that this one repeats, if any.
+        """Return the first call id of the recorded request that this one repeats.
 
         An undelivered reply is returned only once. Raises GatewayError 422 for a reused key.
         """
@@ -141,7 +129,7 @@ def _is_being_recorded(original: Attempt, retry: RequestFingerprint) -> bool:
 
 
 def choice_id(call_id: str, index: int) -> str:
-    """Return the call id of one choice. The first choice's is the reply's id."""
+    # The first choice's id is the reply's.
     return f"{call_id}-{index}" if index else call_id
 
 
@@ -154,7 +142,7 @@ def first_id(call_id: str) -> str:
 
 
 def fingerprint_of(headers: Mapping[str, str], path: str, body: bytes) -> RequestFingerprint:
-    """Return the fingerprint of a request. Raises GatewayError 400 for a key that is too long."""
+    """Raises GatewayError 400 for a long key."""
     key = headers.get("idempotency-key", "").strip()
     IDEMPOTENCY_KEY.check(len(key))
     count = headers.get("x-stainless-retry-count", "").strip()

@@ -1,7 +1,6 @@
 """`NamedModel` answers the calls of one model: the policy, or a role of the run.
 
-It owns the in-memory state of open claims. Invariant: a reply is sent only after its calls are
-recorded, and a request that repeats a recorded one gets the recorded reply.
+Invariant: a reply is sent only after its calls are recorded, and repeating its request repeats the reply.
 """
 
 from __future__ import annotations
@@ -44,11 +43,8 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 # `uuid4` would cost a system call per id.
 _IDS = random.Random()
 
-UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})
-"""Statuses of a lost claim or a busy engine, which do not count as failed calls."""
-
-LONG_BODY = 2**18
-"""The length in bytes from which a request is parsed in a thread, which takes half a millisecond."""
+UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # A lost claim or a busy engine is not a failed call.
+LONG_BODY = 2**18  # Longer bodies are parsed in a thread, which takes 0.5 ms.
 
 
 @dataclass(slots=True)
@@ -57,15 +53,11 @@ class ClaimState:
     session: Session
     cache: IdempotencyCache
     in_flight: int = 0
-    failed: int = 0
-    """The number of calls that were refused or failed in the engine."""
+    failed: int = 0  # Refused, or failed in the engine.
 
     @contextmanager
     def answering(self) -> Generator[None]:
-        """Count a call as in flight, and as failed if it raises.
-
-        Raises GatewayError 403 after too many failed calls, and 429 for too many at once.
-        """
+        """Raises GatewayError 403 after too many failed calls, and 429 for too many at once."""
         if self.failed >= FAILED_CALLS.limit:
             raise FAILED_CALLS.refusal(self.failed + 1)
         CALLS_AT_ONCE.check(self.in_flight + 1)
@@ -86,9 +78,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     claim: OpenClaim
     call: ModelCall
     session: Session
-    turns: list[Turn]
-    """One turn per prompt. Messages make one prompt."""
-
+    turns: list[Turn]  # One per prompt.
     header: ReplyHeader
     attempt: Attempt
 
@@ -113,13 +103,10 @@ class NamedModel(ABC):
     def __init__(
         self, name: str, claims: ClaimBook, renderer: ConversationRenderer, *, role: str = ""
     ) -> None:
-        """`name` is the model's name in replies. `role` is recorded with the calls, and empty for the
-        policy."""
+        """`role` is recorded with the calls, and empty for the policy."""
         self.name = name
         self.role = role
-        self.max_context: int | None = None
-        """Maximum tokens of prompt and reply together; None if unknown."""
-
+        self.max_context: int | None = None  # Tokens of prompt and reply together.
         self._claims = claims
         self._prompts = renderer
         self._states: dict[tuple[str, int], ClaimState] = {}
@@ -131,7 +118,7 @@ class NamedModel(ABC):
                 self._handlers[route_of(dialect, counts=True)] = (self._count, dialect)
 
     async def handle(self, path: str, caller: Caller, body: bytes) -> None:
-        """Answer a request to the route `path`. Errors become replies in its dialect."""
+        """Answer a request. Errors become replies in its dialect."""
         handler, dialect = self._handlers[path]
         try:
             await handler(dialect, caller, body)
@@ -181,9 +168,8 @@ class NamedModel(ABC):
             await caller.send_events(live.failure(error), last=True)
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
-        # Each step yields to the event loop, so that requests that arrive together run the same step
-        # one after another. Its code then stays in the processor's caches, which saves a fifth of the
-        # time per request.
+        # Each step yields to the event loop, so that simultaneous requests run the same step one after
+        # another. Its code stays in the processor's caches, which saves a fifth of the time.
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():
@@ -274,9 +260,9 @@ class NamedModel(ABC):
             return ClaimState(claim, Session(self._prompts), IdempotencyCache())
         key = (claim.episode_uuid, claim.attempt)
         if key not in self._states:
-            # Raises if the claim was lost meanwhile, before any state is kept for it.
+            # Raises if the claim was lost meanwhile.
             calls = calls_of(await self._claims.calls(claim), self.role)
-            if key not in self._states:  # Another request may have restored it while we waited.
+            if key not in self._states:  # Restored while we waited?
                 session = Session.restore(self._prompts, calls)
                 self._states[key] = ClaimState(claim, session, IdempotencyCache(calls))
         return self._states[key]
@@ -294,6 +280,5 @@ def _dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
 
 
 def route_of(dialect: Dialect[Any], *, counts: bool = False) -> str:
-    """Return the path of a dialect's requests, or of its token counting with `counts`."""
     path = dialect.count_path if counts and isinstance(dialect, TokenCounter) else dialect.path
     return (AGENT_PREFIX if dialect.agent_mode else "") + path

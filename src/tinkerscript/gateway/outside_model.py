@@ -1,8 +1,7 @@
 """`OutsideModel` answers the calls of a role from an outside server.
 
-Only the text of an answer is known, so its calls are recorded without ids and never train. Invariants:
-every answer is recorded and counts toward the claim's limits, even if its caller has disconnected;
-request fields that need token ids are refused.
+Only text is known, so calls never train, and request fields that need token ids are refused. Invariant: every
+answer is recorded and counts toward the claim's limits, even if its caller has disconnected.
 """
 
 from __future__ import annotations
@@ -34,26 +33,19 @@ from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.tokenizer import LightTokenizer
 
-REPLY_TOKENS = 4096
-"""The maximum length of a reply if the program sets none."""
-
-MAX_TIMEOUTS = 16
-"""Requests of one claim that may time out. They are limited because a server may charge for them without
-an answer to record."""
+REPLY_TOKENS = 4096  # The limit if the program sets none.
+MAX_TIMEOUTS = 16  # Per claim. A server may charge for a timed-out request without an answer to record.
 
 
 logger = logging.getLogger(__name__)
 
 
 class TextOnly:
-    """A renderer without ids, because an outside model's tokenizer is unknown."""
-
     uses_template = False
     max_context = 2**31
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
-        """The dialects require a tokenizer, so `tokenizer` is the policy's. No request to this model uses
-        it."""
+        # The dialects require one, but no request uses it.
         self.tokenizer = tokenizer
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
@@ -85,7 +77,7 @@ class OutsideModel(NamedModel):
     def _check(self, call: ModelCall) -> None:
         if call.model != self.name:
             raise unknown_model(call.model, [self.name])
-        refused = {  # Field -> whether it is set, and what to do.
+        refused = {  # Whether it is set, and what to do.
             "prompt": (bool(call.prompts), "use messages"),
             "n": (call.n > 1, "ask once for each choice"),
             "return_token_ids": (call.return_token_ids, "leave it out"),
@@ -114,7 +106,7 @@ class OutsideModel(NamedModel):
         try:
             await live.follow(asking, caller)
         finally:
-            await asyncio.wait((asking,))  # Record the answer even if the caller disconnected.
+            await asyncio.wait((asking,))  # Even if the caller disconnects.
         return asking.result()
 
     async def _asked(
@@ -188,10 +180,7 @@ class OutsideModel(NamedModel):
 
 
 def request_of(call: ModelCall) -> dict[str, Any]:
-    """Return the fields of a chat request for `call`, without its model and length.
-
-    Raises GatewayError 400 for a choice of tools that the format cannot express.
-    """
+    """Raises GatewayError 400 for a choice of tools that the format cannot express."""
     request: dict[str, Any] = {"messages": [_sent(message) for message in call.messages]}
     if call.tools:
         request |= {"tools": call.tools, "tool_choice": _tool_choice(call)}
@@ -201,7 +190,7 @@ def request_of(call: ModelCall) -> dict[str, Any]:
         request["response_format"] = _response_format(call.json_schema)
     if call.template_kwargs:
         request["chat_template_kwargs"] = call.template_kwargs
-    fields: Mapping[str, tuple[Any, Any]] = {  # Only what was set: servers refuse fields they do not know.
+    fields: Mapping[str, tuple[Any, Any]] = {  # Servers refuse fields they do not know.
         "temperature": (call.temperature, None),
         "top_p": (call.top_p, 1.0),
         "top_k": (call.top_k, -1),

@@ -1,7 +1,6 @@
 """`OutsideServer` requests chat completions from a role's OpenAI-compatible server.
 
-Invariants: the key is only sent to this server, in the `Authorization` header. At most `IN_FLIGHT`
-requests are open, and redirects are not followed.
+Invariants: only this server gets the key; at most `IN_FLIGHT` requests are open; redirects are not followed.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
@@ -26,8 +25,7 @@ from tinkerscript.gateway.samplers.inference_server import Upstream, message_of_
 class OutsideReply(Struct, kw_only=True):
     message: ChatMessage
     finish_reason: FinishReason
-    tokens: tuple[int, int]
-    """Prompt and reply tokens as counted by the server, or 0."""
+    tokens: tuple[int, int]  # Prompt and reply, as counted by the server, or 0.
 
 
 class _Function(Struct):
@@ -66,14 +64,12 @@ class _Body(Struct):
     error: Any = None
 
 
-IN_FLIGHT = 64
-"""Open requests per role's server, over all gateway processes."""
-
+IN_FLIGHT = 64  # Requests per role's server, over all gateway processes.
 _READ_BODY = msgspec.json.Decoder(_Body).decode
 
 
 class OutsideServer:
-    """The server of one role. It only raises GatewayError, which contains the role but not the address."""
+    """Raises only GatewayError, which contains the role but not the address."""
 
     def __init__(
         self,
@@ -104,11 +100,8 @@ class OutsideServer:
         max_tokens: int,
         report: Callable[[str, str], None] | None = None,
     ) -> OutsideReply:
-        """Send a chat request and return the answer. `report` gets new reasoning and text as they arrive.
-
-        Raises GatewayError 400 if the server refuses the request, 503 if it should be retried, 504
-        after the timeout, and 502 for a malformed reply.
-        """
+        """Raises GatewayError 400 if the server refuses, 503 if a retry may help, 504 after the timeout, and
+        502 for a malformed reply."""
         body: dict[str, Any] = {"model": self._model, **request}
         if report:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -162,7 +155,7 @@ class _Reading:
                 self._take(new)
 
     def result(self) -> OutsideReply:
-        """Raises ValueError if the reply has not ended or a tool call has no name."""
+        """Raises ValueError for an incomplete reply."""
         if not self._finish:
             raise ValueError("its choice is missing or cut off")
         message: ChatMessage = {"role": "assistant", "content": self._content}
@@ -201,10 +194,8 @@ def _tool_call(position: int, call: _ToolCall) -> dict[str, Any]:
 async def outside_servers(
     config: RunConfig, environ: Mapping[str, str], *, processes: int = 1
 ) -> AsyncGenerator[dict[str, OutsideServer]]:
-    """Open the outside servers of a run, by role.
-
-    `processes` share the limit of open requests. Raises ConfigError for a key that is not set.
-    """
+    """Open a run's outside servers, by role. Raises ConfigError for a key that is not set."""
+    # `processes` share the limit of open requests.
     async with AsyncExitStack() as stack:
         servers: dict[str, OutsideServer] = {}
         for name, role in config.episode_roles.items():

@@ -1,8 +1,7 @@
 """`PartialReply` reads the text of a reply while its ids are still being sampled.
 
-Invariant: the text returned so far is a prefix of what `ChatRenderer.parse` or `text` returns for all
-ids. Where that is uncertain, as in a possibly malformed tool call, no more text is returned. Time is
-linear in the number of ids.
+Invariant: its text is a prefix of what `ChatRenderer.parse` or `text` returns for all ids. In doubt, as in a
+possibly malformed tool call, it waits.
 """
 
 from __future__ import annotations
@@ -17,18 +16,13 @@ TokenBytes = Callable[[int], Sequence[int] | None]
 
 
 class _State(Enum):
-    START = auto()
-    """No text yet, so reasoning may still start."""
-
+    START = auto()  # Reasoning may still start.
     REASONING = auto()
     CONTENT = auto()
-    UNDECIDED = auto()
-    """No more text is certain before the end."""
+    UNDECIDED = auto()  # No more text is certain before the end.
 
 
 class PartialReply:
-    """Reads ids and returns the text that can no longer change."""
-
     def __init__(
         self,
         token_bytes: TokenBytes,
@@ -39,8 +33,7 @@ class PartialReply:
         cut_at: Sequence[str] = (),
         plain: bool = False,
     ) -> None:
-        """`tool_calls` and `cut_at` are as in `ParseOptions`. With `plain` all text is content; without it
-        and without a `reply_format`, no text is returned."""
+        """With `plain` all text is content; without it and without a `reply_format`, no text is returned."""
         self._token_bytes = token_bytes
         self._format = reply_format or ReplyFormat()
         calls = self._format.calls if tool_calls and not plain else None
@@ -54,11 +47,10 @@ class PartialReply:
         elif reply_format is None or reply_format.harmony:
             self._state = _State.UNDECIDED
         self._reasoning, self._content = _StablePrefix(cut_at), _StablePrefix(cut_at, strip=not plain)
-        # Text that may be part of a marker.
+        # May be part of a marker.
         self._text = ""
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:
-        """Return the new reasoning and content that can no longer change."""
         reasoning, content = list[str](), list[str]()
         for token in ids:
             if self._state is _State.UNDECIDED:
@@ -113,8 +105,6 @@ class PartialReply:
             self._state = _State.UNDECIDED
 
     def _taken(self, markers: Sequence[str]) -> tuple[str, str]:
-        """Return the text before the first of `markers` or before a possible start of one, and that marker
-        or ""."""
         found = min(
             ((at, marker) for marker in markers if (at := self._text.find(marker)) >= 0), default=None
         )
@@ -129,10 +119,7 @@ def _started(text: str, markers: Sequence[str]) -> int:
 
 
 class _StablePrefix:
-    """The stable prefix of a text that will be cut at stop strings and then stripped.
-
-    White space around the text can match stop strings, but is dropped.
-    """
+    """Holds back white space that will be stripped and text that may begin a stop string."""
 
     def __init__(self, cut_at: Sequence[str], *, strip: bool = True) -> None:
         self._cut_at = cut_at
@@ -141,7 +128,6 @@ class _StablePrefix:
         self._held = ""
         self._blank = strip
 
-        # Leading white space is dropped until text was returned.
         self._leading = strip
         self._ended = False
 

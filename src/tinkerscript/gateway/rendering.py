@@ -1,7 +1,6 @@
 """`ChatRenderer` turns messages into token ids and sampled ids back into messages.
 
-Invariant: `extend` keeps sampled ids exactly as they were sampled; it never renders them again from
-text.
+Invariant: `extend` keeps sampled ids as they were sampled and never renders them again from text.
 """
 
 from __future__ import annotations
@@ -51,10 +50,9 @@ from tinkerscript.tokenizer import (
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 
+# Characters. Longer texts are encoded after rendering; renderers search shorter ones for ids.
 LONG_TEXT = 100
-"""The length in characters from which a text is encoded after rendering. Renderers search shorter texts,
-such as the header of a reply, for ids."""
-
+# Two renderers that agree on these write the same chat format.
 PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [
     (PROBE_CALL[:1], []),
     ([{"role": "system", "content": "probe_system"}, *PROBE_CALL[:1]], []),
@@ -62,13 +60,10 @@ PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [
     ([{"role": "system", "content": "probe_system"}, *PROBE_CALL[:1]], [PROBE_TOOL]),
     (PROBE_CALL, [PROBE_TOOL]),
 ]
-"""Conversations for checking whether two renderers write the same chat format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Markers:
-    """The ids of the markers around reasoning and tool calls in Qwen3's format."""
-
     think: int
     think_end: int
     tool_call: int
@@ -80,11 +75,7 @@ class _Unencoded(int):
 
 
 class _DeferringTokenizer:
-    """A tokenizer that leaves long texts unencoded until `encoded` fills them in.
-
-    Renderers attribute every id to a message, which takes a fifth of the time of a long prompt and is
-    not needed. With a placeholder they handle one id per long text.
-    """
+    """Leaves long texts for `encoded`: renderers attribute every id to a message, which is slow."""
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -100,7 +91,6 @@ class _DeferringTokenizer:
         return [unencoded]
 
     def encoded(self, ids: list[int]) -> list[int]:
-        """Return `ids` with every placeholder replaced by the ids of its text."""
         found: list[int] = []
         start = 0
         for _ in range(ids.count(-1)):
@@ -112,32 +102,25 @@ class _DeferringTokenizer:
 
 
 class ParseOptions(msgspec.Struct, frozen=True):
-    tool_calls: bool
-    """If false, the markup of tool calls stays in the content."""
-
-    cut_at: Sequence[str] = ()
-    """Stop strings at which the text, but not the ids, is cut."""
-
-    tools: Sequence[Tool] = ()
-    """The request's tools, with schemas that some formats need to tell strings from numbers."""
+    tool_calls: bool  # If false, their markup stays in the content.
+    cut_at: Sequence[str] = ()  # Stop strings that cut the text, but not the ids.
+    tools: Sequence[Tool] = ()  # Some formats need the schemas to tell strings from numbers.
 
 
 class ChatRenderer:
     """Renders, extends and parses the conversations of one model.
 
-    It uses the model's renderer from the `renderers` library if that writes the same prompts as the
-    model's chat template, or if there is no template. Otherwise it uses the template.
+    It uses the model's renderer from the `renderers` library if that writes the same prompts as the chat
+    template, otherwise the template.
     """
 
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Choose the renderer for the model in `folder` and pass `template_kwargs` to its chat template.
+        """`template_kwargs` go to the chat template.
 
-        Raises ConfigError if the folder is unreadable, if the model has neither renderer nor chat
-        template, or if the template lacks one of the arguments.
+        Raises ConfigError for an unreadable folder, a model with neither renderer nor chat template, or a
+        template without one of the arguments.
         """
         self.template_kwargs = dict(template_kwargs or {})
-        """Arguments of the chat template, which determine the prompts."""
-
         template = ChatTemplate.of(folder, self.template_kwargs)
         if template is None and self.template_kwargs:
             raise ConfigError(f"engine.chat_template_kwargs: {folder} has no chat template")
@@ -147,12 +130,10 @@ class ChatRenderer:
         self._renderer = _library_renderer(folder, self._deferring, self._template, self.template_kwargs)
         if self._renderer is None and self._template is None:
             raise _no_renderer(folder)
+        # None if only the renderer can read replies, and only whole.
         self.reply_format = _format_of(self._renderer, self._template)
-        """The format of replies, or None if only the renderer can read them, and only whole."""
-
+        # For grammars; None if unknown.
         self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
-        """The ids of markers for grammars, or None if unknown."""
-
         self.max_context = context_of(folder)
         self.stop_token_ids: list[int] = (
             list(self._renderer.get_stop_token_ids()) if self._renderer else self._by_template.stop_ids
@@ -168,10 +149,7 @@ class ChatRenderer:
         return self._template
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
-        """Return the prompt ids [P] of a conversation, with the header of the assistant's next message.
-
-        Raises GatewayError 400 for messages or tools that the chat format cannot express.
-        """
+        """Return the prompt ids [P]. Raises GatewayError 400 for what the chat format cannot express."""
         given, specs = self._marked(messages, tools)
         unmarked = given is messages and specs is tools
         if self._renderer is None:
@@ -190,11 +168,10 @@ class ChatRenderer:
         tools: list[Tool],
         history: Callable[[], list[ChatMessage]],
     ) -> list[int] | None:
-        """Return the ids to append to `tail + sampled` so that the assistant replies to `messages` next.
+        """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`.
 
-        `tail` is only the last turn's prompt, so that the cost does not grow with the number of turns.
-        `history` returns the whole conversation with the sampled reply, which chat templates need.
-        Returns None if the chat format cannot continue.
+        `tail` is only the last turn's prompt, so that the cost does not grow with the turns; chat templates
+        need the whole `history`. Returns None if the chat format cannot continue.
         """
         if self._renderer is None:
             conversation = history()
@@ -206,16 +183,15 @@ class ChatRenderer:
         given = self.tokenizer.escaper.messages(messages)
         new_ids = self._bridge(tail, sampled, given, tools)
         if new_ids is None and self._ends_in_reasoning(sampled):
-            # The renderer refuses to continue a turn that it would not have written. Only the end of
-            # the turn matters for what follows.
+            # The renderer refuses to continue a turn that it would not have written, but only its end matters
+            # here.
             new_ids = self._bridge(tail, sampled[-1:], given, tools)
         return new_ids and self._checked(new_ids, given is messages)
 
     def reply_ids(self, messages: list[ChatMessage], reply: ChatMessage, tools: list[Tool]) -> list[int]:
-        """Return the ids [R] of `reply` after the prompt for `messages`, including the end of the turn.
+        """Return the ids [R] of `reply` after the prompt for `messages`, with the end of the turn.
 
-        Raises GatewayError 400 if the chat format writes this reply differently from what it prompts
-        for.
+        Raises GatewayError 400 if the chat format writes it differently.
         """
         every = [*messages, reply]
         marked, specs = self._marked(every, tools)
@@ -266,8 +242,7 @@ class ChatRenderer:
         return ids
 
     def parse(self, sampled: list[int], options: ParseOptions) -> ChatMessage:
-        """Return the assistant message in `sampled` [R], without losing text. Malformed tool calls stay
-        content."""
+        """Parse a reply [R] without losing text. Malformed tool calls stay content."""
         ids = self._before_stop(sampled)
         if self.reply_format is not None:
             read = self.reply_format.read(
@@ -282,7 +257,6 @@ class ChatRenderer:
         return _message(content, parsed.reasoning_content or "", named, options.cut_at)
 
     def partial(self, options: ParseOptions) -> PartialReply:
-        """Return a reader for an incomplete reply. Its text is a prefix of what `parse` returns."""
         return PartialReply(
             self.tokenizer.token_bytes,
             self.reply_format,
@@ -357,7 +331,7 @@ def _candidates(
     folder: Path, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[RendererConfig, str | None]]:
     config = config_of(folder)
-    # thinking_retention="all" keeps reasoning in the history, so that each turn extends the last one.
+    # With reasoning kept in the history, each turn extends the last one.
     if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:
         for thinks in (True, False):
             yield Qwen3RendererConfig(thinking_retention="all", enable_thinking=thinks), None
@@ -367,19 +341,14 @@ def _candidates(
 
 
 def _writes_history_alike(config: RendererConfig) -> bool:
-    # With thinking disabled it need not match, because the empty reasoning that opens each prompt stays in
-    # the history.
+    # Without thinking it need not match: the empty reasoning that opens each prompt stays in the history.
     return not isinstance(config, Qwen3RendererConfig) or config.enable_thinking
 
 
 def _fits(
     renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
 ) -> bool:
-    """Return whether the renderer writes the template's ids for the probe conversations that the template
-    accepts.
-
-    Without `has_history`, conversations with assistant messages are skipped.
-    """
+    """Return whether renderer and template agree on the probe conversations that the template accepts."""
     for messages, tools in PROBE_CONVERSATIONS:
         if not has_history and any(message["role"] == "assistant" for message in messages):
             continue
@@ -443,7 +412,7 @@ def _openai_tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_and_stripped(text: str, stops: Sequence[str]) -> str:
-    """Cut `text` at the first stop string and strip it. The end is only stripped if nothing was cut."""
+    # The end is only stripped if nothing was cut.
     cut = _cut_at_stops(text, stops)
     return text.strip() if cut == text else cut.lstrip()
 

@@ -1,8 +1,6 @@
 """The formats of reasoning and tool calls by model family, and the parser of a reply's text.
 
-Replies are read by their text, as inference servers do: a model that spells out `<tool_call>` calls a
-tool. Invariant: no text is lost. Everything but reasoning and complete calls stays content, including
-calls that OpenAI's form cannot express.
+Invariant: everything but reasoning and complete calls that OpenAI's form can express stays content.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ _DECODER = json.JSONDecoder()
 
 _SPACE = re.compile(r"\s*")
 
+# The most common first.
 THINKING = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("◁think▷", "◁/think▷"),
 )
-"""Delimiters of reasoning, the most common first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +39,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ReadReply:
-    """The parts of a reply, with their white space."""
-
-    content: Sequence[str]
-    """The texts outside the calls."""
-
+    # The parts keep their white space.
+    content: Sequence[str]  # The texts outside the calls.
     reasoning: str = ""
     calls: Sequence[NamedCall] = ()
 
@@ -54,36 +49,25 @@ class ReadReply:
 class CallFormat:
     name: str
     openers: tuple[str, ...]
-    """Each call starts with one of these."""
-
+    # Yields the complete calls in a text, given the tools' schemas.
     blocks: Callable[[str, Mapping[str, Any]], Iterator[Block]]
-    """A function that yields the complete calls in a text, given the schemas of the tools by name."""
-
-    bare: str = ""
-    """Characters that start a call without an opener."""
+    bare: str = ""  # Characters that start a call without an opener.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
     thinking: tuple[str, str] = THINKING[0]
-    prefilled: bool = False
-    """Whether the prompt ends inside reasoning."""
-
-    calls: CallFormat | None = None
-    """The format of calls, or None if it is unknown, so that calls stay text."""
-
-    harmony: bool = False
-    """Whether replies consist of messages on channels (gpt-oss)."""
-
+    prefilled: bool = False  # The prompt ends inside reasoning.
+    calls: CallFormat | None = None  # None if unknown, so that calls stay text.
+    harmony: bool = False  # Messages on channels (gpt-oss).
+    # The chat template cannot write several calls, so that they stay text.
     one_call: bool = False
-    """Whether the chat template can only write one call. A reply with several then stays text."""
 
     @property
     def reads_calls(self) -> bool:
         return self.harmony or self.calls is not None
 
     def read(self, text: str, *, tool_calls: bool, tools: Sequence[Tool] = ()) -> ReadReply:
-        """Read a reply's text. Without `tool_calls`, calls stay content."""
         if self.harmony:
             return _harmony(text, tool_calls=tool_calls)
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
@@ -119,11 +103,7 @@ class ReplyFormat:
 
 
 def reply_format(written_call: str, prompt: str, *, source: str, one_call: bool = False) -> ReplyFormat:
-    """Return the format of a chat template.
-
-    `written_call` is the template's text for a call of PROBE_TOOL, `prompt` any prompt, `source` the
-    template, and `one_call` says that it cannot write two calls.
-    """
+    """`written_call` is the template's text for a call of PROBE_TOOL, and `prompt` any prompt."""
     if "<|channel|>" in source and "<|message|>" in source:
         return ReplyFormat(harmony=True)
     thinking = next((pair for pair in THINKING if pair[1] in source), THINKING[0])
@@ -214,7 +194,7 @@ def _typed(text: str, declared: Any) -> Any:
 
 
 def _whole_json(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
-    """One JSON call, or several separated by `;`, as the whole reply or after `<|python_tag|>` (Llama 3)."""
+    """JSON calls separated by `;`, as the whole reply or after `<|python_tag|>` (Llama 3)."""
     start = max(text.find("<|python_tag|>"), 0)
     position = start + len("<|python_tag|>") if text.startswith("<|python_tag|>", start) else start
     calls: list[NamedCall] = []
@@ -229,7 +209,7 @@ def _whole_json(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _llama_call(value: Any) -> NamedCall | None:
-    # An object with a `name` but no parameters is an ordinary answer.
+    # Without parameters it is an ordinary answer.
     return _named_call(value) if isinstance(value, dict) and {"parameters", "arguments"} & {*value} else None
 
 
@@ -264,7 +244,7 @@ _DEEPSEEK_CALL = re.compile(
 
 
 def _deepseek(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
-    """Calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>` (DeepSeek V3, R1 and V3.1)."""
+    """Between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>` (DeepSeek V3, R1 and V3.1)."""
     opener, closer = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     position = 0
     while (start := text.find(opener, position)) >= 0:
@@ -293,6 +273,7 @@ _HERMES = CallFormat("hermes", ("<tool_call>",), _tagged_json)
 
 QWEN3 = ReplyFormat(calls=_HERMES)
 
+# Tried in this order on a template's output.
 CALL_FORMATS = (
     CallFormat("deepseek", ("<｜tool▁calls▁begin｜>",), _deepseek),
     CallFormat("mistral", ("[TOOL_CALLS]",), _bracketed),
@@ -300,7 +281,6 @@ CALL_FORMATS = (
     CallFormat("glm", ("<tool_call>",), _tagged_arguments),
     CallFormat("llama3", ("<|python_tag|>",), _whole_json, bare="{"),
 )
-"""The formats, in the order in which they are tried on a template's output."""
 
 
 _HARMONY_HEADER = re.compile(
@@ -312,7 +292,7 @@ _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 
 
 def _harmony(text: str, *, tool_calls: bool) -> ReadReply:
-    """Messages on channels: `analysis` is reasoning, messages to functions are calls, the rest is content.
+    """Messages on channels: `analysis` is reasoning, messages to functions are calls.
 
     Source: https://cookbook.openai.com/articles/openai-harmony
     """

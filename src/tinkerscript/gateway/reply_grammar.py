@@ -1,8 +1,7 @@
 """`constraint_of` expresses a request's requirements on the reply's form as a grammar over token ids.
 
-Invariant: `ChatRenderer.parse` reads every complete reply of the grammar as what was required. Nothing
-is added to the prompt. The grammars use llguidance's Lark dialect, in which `<[7]>` is the token with
-id 7.
+Invariant: `ChatRenderer.parse` reads every complete reply of the grammar as what was required. In
+llguidance's Lark dialect, `<[7]>` is the token with id 7.
 """
 
 from __future__ import annotations
@@ -16,18 +15,14 @@ from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.rendering import Markers
 from tinkerscript.sampler import Constraint
 
-WHITE_SPACE = r"[ \n\r\t]{1,40}"
-"""White space between the parts of a JSON value, bounded because a model may sample it forever."""
+WHITE_SPACE = r"[ \n\r\t]{1,40}"  # Bounded, because a model may sample white space forever.
 
 
 JsonSchema = dict[str, Any]
 
 
 def constraint_of(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) -> Constraint | None:
-    """Return the constraint for `call`, if any.
-
-    Raises GatewayError 400 for tool calls in a chat format with unknown markers.
-    """
+    """Raises GatewayError 400 for tool calls in a chat format with unknown markers."""
     asked_by = _asked_by(call)
     if asked_by is None:
         return None

@@ -1,7 +1,6 @@
 """`SampledModel` answers calls by sampling, and records every call as token ids.
 
-Invariants: a request that failed or was abandoned records nothing. A completion is made after its calls
-are recorded, and the record reproduces it.
+Invariants: a failed or abandoned request records nothing. The record reproduces its completion.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class SampledModel(NamedModel):
         accepted_names: Collection[str] | None = None,
         other_names: Collection[str] = (),
     ) -> None:
-        """`accepted_names` are what requests may call the model, where None accepts anything.
-        `other_names` are names of other models, for the error message."""
+        """`accepted_names`: what requests may call the model (None: anything)."""
         super().__init__(name, claims, renderer, role=role)
         self._sampler = sampler
         self._renderer = renderer
@@ -116,7 +114,7 @@ class SampledModel(NamedModel):
                 self._claims.end(prepared.claim, request.num_samples, request.max_tokens, num_bytes)
 
     def _span(self, claim: OpenClaim, requests: list[SampleRequest]) -> AbstractContextManager[Any]:
-        if not claim.continues:  # Of no episode.
+        if not claim.continues:  # Outside episodes.
             return nullcontext()
         tokens = sum(len(request.prompt) // 4 for request in requests)
         return call_span(claim.episode_uuid, claim.attempt, prompt_tokens=tokens)
@@ -184,7 +182,7 @@ class SampledModel(NamedModel):
             self._call(choice_id(header.call_id, number), prepared, turn, *sampled, message)
             for number, (turn, sampled, message) in enumerate(zip(turns, sequences, messages, strict=True))
         ]
-        # A failed request must leave nothing to train on, so all choices are recorded or none.
+        # All choices or none: a failed request must leave nothing to train on.
         await self._claims.record(prepared.claim, recorded)
         choices: list[Choice] = []
         for turn, (_, sequence), message, made in zip(turns, sequences, messages, recorded, strict=True):
@@ -277,10 +275,10 @@ def unknown_model(name: str, known: Collection[str]) -> GatewayError:
 def recorded_completion(
     call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
 ) -> Completion | None:
-    """Rebuild the completion of `call` from the recorded calls `call_id` and siblings.
+    """Rebuild the completion from the recorded calls `call_id` and siblings.
 
-    Returns None if it cannot be reproduced: not all choices were recorded before a restart, the request
-    had several prompts, or it asked for top logprobs, which are not recorded.
+    None if choices are missing after a restart, or the request had several prompts or asked for top logprobs,
+    which are not recorded.
     """
     if call.top_logprobs or len(call.prompts) > 1:
         return None
@@ -319,10 +317,7 @@ def _choice(tokens: SampledTokens, recorded: Call, message: ChatMessage) -> Choi
 async def sample_all(
     sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
 ) -> list[SampleResult]:
-    """Sample all requests concurrently. The first error cancels the others.
-
-    `progress` gets the sequences of all requests under consecutive numbers.
-    """
+    """The first error cancels the other requests."""
     if len(requests) == 1:
         return [await sampler.sample(requests[0], progress)]
     tasks: list[asyncio.Task[SampleResult]] = []

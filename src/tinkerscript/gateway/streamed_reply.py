@@ -1,8 +1,6 @@
 """`StreamedReply` turns the progress of a sample into events.
 
-Invariant: what was sent of a choice is a prefix of what is recorded, in ids and in text; otherwise the
-stream ends with an error. Repeated reports and reports after a gap are ignored, and the final result
-fills gaps.
+Invariant: everything sent is a prefix of the record, in ids and in text, or the stream ends with an error.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class _StreamedChoice:
     __slots__ = ("_content", "_hidden", "_ids", "_message", "_pending", "_reasoning", "_texts")
 
     def __init__(self, message: PartialReply | None, hidden: frozenset[int]) -> None:
-        """`message` turns ids into text, and is None if text is reported directly."""
+        # None if text is reported directly.
         self._hidden = hidden
         self._content = list[str]()
         self._reasoning = list[str]()
@@ -42,7 +40,7 @@ class _StreamedChoice:
         return (len(self._ids) - len(self._pending["sampled"])) // 4
 
     def take(self, report: Progress) -> bool:
-        """Add the new tokens of a report. Returns False if it contradicts an earlier one."""
+        """Returns False if the report contradicts an earlier one."""
         known = len(self._ids) // 4 - report.offset
         if known < 0:
             return True
@@ -56,14 +54,12 @@ class _StreamedChoice:
         self._texts.append((reasoning, content))
 
     def take_text(self, index: int) -> list[MessageDelta]:
-        """Return the directly reported text that was not sent, and mark it as sent."""
         texts, self._texts = self._texts, []
         self._reasoning += [reasoning for reasoning, _ in texts]
         self._content += [content for _, content in texts]
         return [MessageDelta(index=index, content=content, reasoning=text) for text, content in texts]
 
     def news(self, index: int) -> MessageDelta | None:
-        """Return the reported tokens that were not sent, and mark them as sent."""
         if self._message is None or not self._pending["sampled"]:
             return None
         tokens = {name: bytes(data) for name, data in self._pending.items()}
@@ -76,7 +72,7 @@ class _StreamedChoice:
         return MessageDelta(index=index, content=content, reasoning=reasoning, **tokens)
 
     def rest(self, index: int, choice: Choice) -> MessageDelta | None:
-        """Return the unsent rest of the choice. Raises GatewayError 500 if its text differs."""
+        """Return what was not sent. Raises GatewayError 500 if it contradicts what was."""
         content = _after("".join(self._content), choice.message["content"])
         reasoning = _after("".join(self._reasoning), choice.message.get("reasoning_content", ""))
         tokens = choice.span(self.sent)
@@ -89,24 +85,22 @@ class _StreamedChoice:
 
 
 class StreamedReply:
-    """A streamed reply. Call `follow` while sampling and `finish` with the record."""
-
     def __init__(
         self,
         events: EventStream,
         messages: Sequence[PartialReply | None],
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """`messages` has one reader per choice. `hidden` ids are not part of the text."""
+        """`hidden` ids are not part of the text."""
         self._events = events
         self._choices = [_StreamedChoice(message, hidden) for message in messages]
         self._diverged = False
         self._wake = asyncio.Event()
 
     async def follow(self, work: asyncio.Future[Any], caller: Caller) -> None:
-        """Send text and tokens as they arrive, until `work` ends or the caller disconnects.
+        """Send text and tokens until `work` ends or the caller disconnects.
 
-        Raises GatewayError 503 if the engine restarted the sample after some tokens were sent.
+        Raises GatewayError 503 if the engine restarts a sample that was partly sent.
         """
         disconnected = caller.disconnected()
 
@@ -126,10 +120,10 @@ class StreamedReply:
         self._wake.set()
 
     def report(self, report: Progress) -> None:
-        """Add a report. Repeated, malformed and late reports are dropped."""
         if not 0 <= report.index < len(self._choices) or len(report.sampled) != len(report.logprobs):
             logger.warning("progress.drop index=%d bytes=%d", report.index, len(report.sampled))
             return
+        # Overlaps are checked: a restarted engine may sample something else.
         self._diverged |= not self._choices[report.index].take(report)
         self._wake.set()
 
@@ -169,7 +163,7 @@ class StreamedReply:
         return b"".join(self._events.delta(delta) for delta in deltas if delta)
 
     def check(self, results: Sequence[SampleResult]) -> None:
-        """Raise GatewayError 503 if the results do not begin with what was sent."""
+        """Raise GatewayError 503 unless the results begin with what was sent."""
         sequences = [sequence for result in results for sequence in result.sequences]
         for choice, sequence in zip(self._choices, sequences, strict=False):
             if not choice.is_prefix_of(sequence):

@@ -1,13 +1,9 @@
 """`TemplateRendering` makes prompts, continuations and replies as token ids with a model's chat template.
 
-Every continuation is verified. The conversation is rendered as text twice: up to the header of the last
-reply, and with the reply and the new messages. If the first text is a prefix of the second, and the
-text after it reads as the sampled reply (up to white space around its content), the text after the
-reply is appended to the sampled ids. Otherwise the template rewrites history (it may strip reasoning,
-move tools or shorten results), and there is no continuation.
-
-Invariant: sampled ids are never encoded again, and exactly what the template writes after the reply is
-appended. A turn costs two text renderings of the conversation and the encoding of the new part.
+A continuation renders the conversation as text twice: up to the header of the last reply, and with the reply
+and the new messages. If the first text is a prefix of the second, and what follows reads as the sampled reply
+(up to white space around it), the text after the reply is encoded and appended to the sampled ids. Otherwise
+the template rewrites history, and there is no continuation.
 """
 
 from __future__ import annotations
@@ -31,9 +27,7 @@ _ANSWERED: list[ChatMessage] = [
     {"role": "user", "content": "probe_question"},
 ]
 
-_HEADERS = 8
-"""The number of headers to try as the start of a conversation's last reply."""
-
+_HEADERS = 8  # Tried as the start of a conversation's last reply.
 _TWO_CALLS: list[ChatMessage] = [
     PROBE_CALL[0],
     {**PROBE_CALL[1], "tool_calls": PROBE_CALL[1]["tool_calls"] * 2},
@@ -41,7 +35,7 @@ _TWO_CALLS: list[ChatMessage] = [
 
 
 class TemplateRendering:
-    """Renders conversations with a model's chat template. Messages and tools must already have marks."""
+    """Messages and tools must already have marks."""
 
     def __init__(self, template: ChatTemplate, tokenizer: LightTokenizer, folder: Path) -> None:
         """Raises ConfigError if the template cannot write a reply or no token ends one."""
@@ -66,7 +60,7 @@ class TemplateRendering:
         )
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
-        """Return the ids of a conversation, with the header of the assistant's next message.
+        """Return the prompt's ids, with the header of the assistant's next message.
 
         Raises GatewayError 400 for messages that the template refuses and for tools that it ignores.
         """
@@ -89,8 +83,7 @@ class TemplateRendering:
     ) -> list[int] | None:
         """Return the ids to append after `sampled`, the last message of `history`, for the next reply.
 
-        Returns None if the template rewrites the history or ends the reply differently. Raises
-        GatewayError 400 for messages that it cannot render.
+        None if the template rewrites the history or ends the reply differently. Raises GatewayError 400.
         """
         now = self._template.now()
         whole = self._template.text([*history, *messages], tools, generation=True, now=now)
@@ -106,7 +99,7 @@ class TemplateRendering:
             return None
         if sampled and sampled[-1] in self.stop_ids:
             ids = self._tokenizer.encode(whole[end:])
-            # Some templates (GLM's) do not end a reply; the next token does.
+            # GLM's template does not end a reply; the next token does.
             return ids[1:] if self._ends_turns or ids[:1] == [sampled[-1]] else None
         if not self.format.split_reasoning(self._tokenizer.decode(sampled))[2]:
             start = whole.rfind(self.format.thinking[1], len(prompt), end)
@@ -122,16 +115,16 @@ class TemplateRendering:
         )
 
     def reply(self, messages: Sequence[ChatMessage], reply: ChatMessage, tools: Sequence[Tool]) -> list[int]:
-        """Return the ids of `reply` after the prompt for `messages`, including the end of the turn.
+        """Return the ids of `reply` after the prompt for `messages`, with the end of the turn.
 
-        Raises GatewayError 400 if the template writes the reply differently from what it prompts for.
+        Raises GatewayError 400 if the template writes it differently.
         """
         now = self._template.now()
         prompt = self._template.text(messages, tools, generation=True, now=now)
         past = self._template.text([*messages, reply], tools, generation=False, now=now)
         reply = self._with_reasoning(reply)
         if self._end_of_turn(past, min(self._starts_of_reply(prompt, past), default=0)) is None:
-            # Some templates end a reply only when something follows it (GLM).
+            # GLM's template ends a reply only when something follows it.
             following = [_ANSWERED[2]]
             if calls := reply.get("tool_calls"):
                 following = [{**PROBE_CALL[2], "tool_call_id": call.get("id")} for call in calls]
@@ -157,11 +150,10 @@ class TemplateRendering:
         return {**reply, "content": content, "reasoning_content": reasoning} if opened else reply
 
     def _starts_of_reply(self, prompt: str, past: str) -> list[int]:
-        """Return the positions in `past` where the last reply may begin, most likely first.
+        """Return where in `past` the last reply may begin, most likely first.
 
-        This is after the prompt if `past` starts with it. Otherwise it is after one of the headers,
-        because templates may rewrite earlier messages once there is a reply (Mistral's system message,
-        DeepSeek's tool results, gpt-oss's reasoning).
+        Templates may rewrite earlier messages once there is a reply (Mistral's system message, DeepSeek's
+        tool results, gpt-oss's reasoning); then the headers are searched.
         """
         if past.startswith(prompt):
             return [len(prompt)]
@@ -176,13 +168,10 @@ class TemplateRendering:
         return min((at for stop in self._stops if (at := text.find(stop, start)) >= 0), default=None)
 
     def _find_stop_ids(self, folder: Path) -> list[int]:
-        """Return the ids that end a turn: the template's first, then those in the model's files.
-
-        The end of the last reply counts before the end of earlier ones, because gpt-oss ends earlier
-        replies with a token that also occurs within replies.
-        """
         tokens = self._tokenizer.added_tokens
         last, other = (self._after_answer(_ANSWERED[:count]) for count in (2, 3))
+        # The last reply's end counts first, because gpt-oss ends earlier ones with a token that also occurs
+        # within replies.
         self._ends_turns = bool(last)
         written = last or other
         declared = [*sorted(stop_ids_of(folder)), self._tokenizer.eos_token_id]

@@ -1,10 +1,8 @@
 """Reads the tokens in a reply of an OpenAI-compatible server: ids, logprobs, and the prompt's ids.
 
-Invariants: ids are read, never guessed, from the first of `SOURCES` that the server reported. Several
-sources must agree, and ids and logprobs must have the same length. Without any, raw vocabulary pieces
-(`Ġhello`) become ids only if the caller declares that the server sends them, or with proof that these are
-the sampled ids (`ids_of_pieces`). What cannot be a sample is refused: an impossible logprob, an id beyond
-the vocabulary, an aborted reply.
+Invariants: ids are read, never guessed, from the first of `SOURCES` that the server reported. Sources must
+agree, and ids and logprobs must have the same length. Raw vocabulary pieces (`Ġhello`) become ids only if the
+caller declares them, or with proof (`ids_of_pieces`). What cannot be a sample is refused.
 """
 
 from __future__ import annotations
@@ -34,11 +32,10 @@ IdsSource = Literal["sampler", "token_ids", "logprobs_token_id", "token_id_text"
 """`sampler`: the engine itself, through our gateway. The others are in `SOURCES`."""
 
 SOURCES: tuple[IdsSource, ...] = ("token_ids", "logprobs_token_id", "token_id_text", "pieces")
-"""Sources of ids in the order they are tried: `choice.token_ids` (vLLM, our gateway), `token_id` of each
-entry of `logprobs.content` (our gateway), `token: "token_id:123"` (vLLM), and vocabulary pieces as
-token texts."""
+"""In the order they are tried: `choice.token_ids` (vLLM, our gateway), `token_id` in `logprobs.content` (our
+gateway), `token: "token_id:123"` (vLLM), and vocabulary pieces as token texts."""
 
-# Any other finish reason (`abort`, `content_filter`) means that the reply is incomplete or was changed.
+# With any other finish reason (`abort`, `content_filter`), the reply is incomplete or was changed.
 _STOP_REASONS: dict[str, StopReason] = {
     "stop": "stop",
     "tool_calls": "stop",
@@ -53,8 +50,6 @@ _SENTENCEPIECE_SPACE = "▁"
 
 
 class PieceTokenizer(Protocol):
-    """The tokenizer methods that the proof for pieces needs. Hugging Face tokenizers have them."""
-
     def convert_tokens_to_ids(self, tokens: list[str]) -> Any: ...
     def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> Any: ...
 
@@ -69,11 +64,10 @@ class ChoiceTokens:
     """float32 [R]; None if the server reported none."""
 
     prompt_ids: IntArray | None
-    """int32 [P] as reported by the server; None if it reported none."""
+    """int32 [P]; None if the server reported none."""
 
     constrained: bytes | None
-    """`TokenConstraint` of each id (uint8 [R]), empty without a grammar; None if the server does not
-    report it."""
+    """`TokenConstraint` of each id (uint8 [R]), empty without a grammar; None if not reported."""
 
 
 def read_choice(
@@ -87,8 +81,8 @@ def read_choice(
     """Read the tokens of a choice, an `openai` object or a dictionary of OpenAI's shape.
 
     `response`: the reply around it, where some servers put ids. `tokenizer`: allows vocabulary pieces as a
-    last resort. `raw_pieces`: the server is known to send pieces as token texts. `vocabulary`: number of
-    the model's ids. Raises AlignmentError saying what is missing or wrong, or which sources disagree.
+    last resort. `raw_pieces`: the server sends pieces. `vocabulary`: number of the model's ids. Raises
+    AlignmentError saying what is missing or wrong.
     """
     plain, around = as_plain(choice), plain_or_empty(response)
     ids, source = _reported_ids(plain) or _read_pieces(plain, tokenizer, declared=raw_pieces)
@@ -112,7 +106,7 @@ def read_choice(
 def read_stop_reason(choice: Any) -> StopReason:
     """Whether the choice ended at its token limit (`length`) or by itself (`stop`).
 
-    Raises AlignmentError for any other finish reason, or none.
+    Raises AlignmentError for any other finish reason.
     """
     reason = as_plain(choice).get("finish_reason")
     if not isinstance(reason, str) or reason not in _STOP_REASONS:
@@ -124,7 +118,7 @@ def read_stop_reason(choice: Any) -> StopReason:
 
 
 def as_plain(value: Any) -> Mapping[str, Any]:
-    """Convert a pydantic object (such as `openai`'s) to a dictionary with its extra fields.
+    """Convert a pydantic object (such as `openai`'s) to a dictionary, with its extra fields.
 
     Raises AlignmentError for anything but a pydantic object or a mapping.
     """
@@ -140,7 +134,6 @@ def plain_or_empty(value: Any) -> Mapping[str, Any]:
 
 
 def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntArray | None:
-    """Ids of the prompt, int32 [P], from the choice or the reply; None if neither has them."""
     places = (choice.get("prompt_token_ids"), response.get("prompt_token_ids"))
     found = [read_ids(place, "prompt_token_ids") for place in places if place is not None]
     if len(found) == 2 and not np.array_equal(found[0], found[1]):
@@ -149,10 +142,7 @@ def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntAr
 
 
 def _logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
-    """Logprobs of the sampled tokens, float32 [R]; None if the choice has none.
-
-    Raises AlignmentError for values that are not the logarithm of a probability.
-    """
+    """float32 [R], or None. Raises AlignmentError for values that are not the logarithm of a probability."""
     logprobs = _section(choice, "logprobs")
     if logprobs.get("content"):
         values = [entry.get("logprob") for entry in logprobs["content"]]
@@ -227,20 +217,17 @@ def _token_texts(choice: Mapping[str, Any]) -> list[str]:
 def ids_of_pieces(
     strings: Sequence[str], text: object, tokenizer: PieceTokenizer, *, declared: bool = False
 ) -> IntArray:
-    """Convert raw vocabulary pieces to ids, int32 [R]. Raises AlignmentError if these may not be the
-    sampled ids.
+    """Convert raw vocabulary pieces to int32 ids [R]. Raises AlignmentError if these may not be the sampled
+    ids.
 
-    With `declared`, the server is known to send pieces, so nothing has to be proven. Still, every string
-    must be a piece, and the ids must decode to the text, if there is one, which catches decoded text.
+    A string may be a piece or decoded text, which look alike: 'é' is the text of one token and the piece of
+    the byte 0xE9. So the ids must decode to `text`, the reply without special tokens, and the strings must
+    spell it differently, unless they are `declared` to be pieces.
 
-    `text` is the reply's text without special tokens. A string on the wire may be a piece or decoded text,
-    which look alike: 'é' is the text of one token and the piece of the byte 0xE9. So the ids must decode to
-    `text`, and the strings must spell it differently, which decoded text would not.
-
-    With byte-level BPE this is proof: decoded text, read as a piece, stands for the same or fewer
-    characters, so the ids decode to the reply's text only if every string stands for the same characters
-    both ways, and then it spells one piece. With SentencePiece two pieces may decode alike (`A` and
-    `<0x41>`; `▁a` and `a` at the start), so a string with such a twin is refused.
+    With byte-level BPE this is proof: decoded text, read as a piece, stands for the same or fewer characters,
+    so the ids decode to the reply's text only if every string stands for the same characters both ways. With
+    SentencePiece two pieces may decode alike (`A` and `<0x41>`; `▁a` and `a` at the start), so a string with
+    such a twin is refused.
     """
     ids = [_id_of(piece, tokenizer) for piece in strings]
     if declared:
@@ -275,8 +262,8 @@ def _check_sentencepiece(spoken: Sequence[tuple[str, int]], tokenizer: PieceToke
 
 
 def _spells_spaces(piece: str, tokenizer: PieceTokenizer) -> bool:
-    """Whether the vocabulary writes a space as `piece`. Decodes two, because some decoders drop the first."""
     number = _known(piece, tokenizer)
+    # Decodes two, because some decoders drop the first space.
     return number is not None and tokenizer.decode([number, number]) in (" ", "  ")
 
 
@@ -288,8 +275,8 @@ def _id_of(piece: str, tokenizer: PieceTokenizer) -> int:
 
 
 def _known(piece: str, tokenizer: PieceTokenizer) -> int | None:
-    """Id of `piece`, or None. Some tokenizers return the unknown token's id instead."""
     (number,) = tokenizer.convert_tokens_to_ids([piece])
+    # Some tokenizers return the unknown token's id instead of None.
     unknown = number == getattr(tokenizer, "unk_token_id", None) and piece != getattr(
         tokenizer, "unk_token", None
     )

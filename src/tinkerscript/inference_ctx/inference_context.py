@@ -10,10 +10,9 @@
 It owns the chat template, so that no environment can bypass it. Modeled on Marin's `InferenceContext`
 (github.com/marin-community/marin, issue 1744).
 
-Invariants: prompt ids that the server reports take precedence over a local rendering, and differences are
-counted; there is no silent fallback to another rendering. Sampled ids are read from the reply (`choices`),
-or the choice is refused. Everything in a request that changes the sampled distribution is on the call, or
-makes its tokens constrained. Suspicious choices that are accepted are counted in `warnings`.
+Invariants: the server's prompt ids take precedence over a local rendering, and differences are counted.
+Sampled ids are read from the reply, or the choice is refused. Everything in a request that changes the
+sampled distribution is on the call, or makes its tokens constrained.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ from tinkerscript.rollouts.call import (
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
-SHORT_RESPONSE = 5  # Replies with fewer tokens are counted as `short_response`.
+SHORT_RESPONSE = 5  # Shorter replies are counted as `short_response`.
 
 Reward = float | Sequence[float] | FloatArray | Callable[[Rollout], FloatArray]
-"""The episode's reward; or shares of it, one per response token [R]; or a function that returns them
+"""The episode's reward; its shares per response token [R]; or a function that returns them
 (`rollouts.advantages`)."""
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Sequence[int] | IntArray
@@ -62,9 +61,9 @@ PromptFormat = Literal["chat_template", "plain"]
 """`plain`: `role: content` lines, for a base model without a chat template."""
 
 RequestParameters = Mapping[str, Any]
-"""Parameters of a request by their names on the wire. Those in `extra_body` count too."""
+"""By their names on the wire. Those in `extra_body` count too."""
 
-# Parameters that force or forbid tokens, or change their probabilities one by one.
+# They force or forbid tokens, or change their probabilities.
 _GRAMMARS = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("allowed_token_ids", "bad_words", "logit_bias", "json_schema", "regex", "ebnf", "structural_tag"),
@@ -92,23 +91,23 @@ class InferenceResponse:
 
 class InferenceTurn(NamedTuple):
     prompt: PromptLike
-    """Everything the model saw: the whole conversation so far."""
+    """The whole conversation so far."""
 
     choice: Any
-    """The selected choice, as an `openai` object or a dictionary."""
+    """An `openai` object or a dictionary."""
 
     response: Any = None
     """The reply around it, where some servers report the prompt's ids."""
 
     tools: Tools | None = None
     request: RequestParameters | None = None
-    """Parameters of the request, which tell what was sampled from: temperature, top-p, top-k, a grammar."""
+    """Parameters of the request: temperature, top-p, top-k, a grammar."""
 
 
 class InferenceContext:
     """Converts replies of an OpenAI-compatible server to rollouts.
 
-    `warnings` counts by name what was suspicious but accepted; pass it to `AlignmentReport.add_warnings`.
+    `warnings` counts suspicious choices that were accepted, for `AlignmentReport.add_warnings`.
     """
 
     def __init__(
@@ -124,10 +123,9 @@ class InferenceContext:
     ) -> None:
         """`tokenizer` is the served model's, with Hugging Face's methods.
 
-        `raw_pieces` declares that the server sends vocabulary pieces (`Ġhello`) as token texts, as
-        Levanter's does. `vocabulary` is the number of the model's ids, if it exceeds the tokenizer's.
-        `template_args` go to every rendering of the chat template. `logprob_kind` and `temperature`
-        describe the reported logprobs of requests that do not say.
+        `raw_pieces`: the server sends vocabulary pieces (`Ġhello`), as Levanter does. `vocabulary`: the
+        number of the model's ids, if it exceeds the tokenizer's. `template_args`: for the chat template.
+        `logprob_kind` and `temperature` describe the logprobs of requests that do not say.
         """
         self.tokenizer: Any = tokenizer
         self.warnings: Counter[str] = Counter()
@@ -142,10 +140,10 @@ class InferenceContext:
     def tokenize_prompt(
         self, prompt: PromptLike, *, tools: Tools | None = None, **template_args: Any
     ) -> IntArray:
-        """Render a prompt with the chat template and generation prompt: int32 [P].
+        """Render a prompt with the chat template and generation prompt: int32 [P]. Ids pass through
+        unchanged.
 
-        Ids pass through unchanged. Raises AlignmentError for an empty prompt or result, or a tokenizer
-        without a chat template.
+        Raises AlignmentError for an empty prompt or result, or a tokenizer without a chat template.
         """
         if not isinstance(prompt, str) and not len(prompt):
             raise AlignmentError("the prompt is empty: the first sampled token needs a token before it")
@@ -176,18 +174,15 @@ class InferenceContext:
         return read_ids(ids, "the rendered prompt")
 
     def response_tokens_from_choice(self, choice: Any) -> IntArray:
-        """Read the sampled ids, int32 [R].
-
-        Raises AlignmentError without ids, unless the token texts are proven to be vocabulary pieces.
-        """
+        """Read the sampled ids, int32 [R]. Raises AlignmentError without ids."""
         return self.tokens_from_choice(choice).ids
 
     def logprobs_from_choice(self, choice: Any) -> FloatArray:
-        """Read the sampled tokens' logprobs, float32 [R]. Raises AlignmentError if there are none."""
+        """Read the logprobs, float32 [R]. Raises AlignmentError without any."""
         return _needed(self.tokens_from_choice(choice).logprobs)
 
     def tokens_from_choice(self, choice: Any, response: Any = None) -> ChoiceTokens:
-        """Read ids and their source, logprobs, and the prompt's ids. Raises AlignmentError."""
+        """Read ids, logprobs, and the prompt's ids. Raises AlignmentError."""
         return read_choice(
             choice,
             response=response,
@@ -226,9 +221,9 @@ class InferenceContext:
         tools: Tools | None = None,
         request: RequestParameters | None = None,
     ) -> Rollout:
-        """Make a rollout of one prompt and one choice. The keyword arguments are those of `InferenceTurn`.
+        """Make a rollout of one prompt and one choice. Keyword arguments are as in `InferenceTurn`.
 
-        Raises AlignmentError for a choice with missing, wrong or contradictory ids or logprobs.
+        Raises AlignmentError for missing, wrong or contradictory ids or logprobs.
         """
         turn = InferenceTurn(prompt, choice, response, tools, request)
         (rollout,) = self.create_rollouts_from_turns([turn], env_name, env_example_id, reward)
@@ -240,8 +235,7 @@ class InferenceContext:
         """Make the training sequences of a conversation: one, if each prompt extends everything before it.
 
         A prompt that does not (edited history, thinking stripped by the template) starts a new sequence.
-        Every sampled token is in exactly one sequence, after the prefix it was sampled under. Raises
-        AlignmentError.
+        Every sampled token is in exactly one. Raises AlignmentError.
         """
         calls = [self._call(turn, env_example_id) for turn in turns]
         rollouts = merge_calls(calls, episode_uuid=env_example_id)
@@ -285,10 +279,7 @@ class InferenceContext:
         return self._is_plain or bool(getattr(self.tokenizer, "chat_template", None))
 
     def _prompt_ids(self, turn: InferenceTurn, tokens: ChoiceTokens) -> IntArray:
-        """The server's prompt ids, or a local rendering if it reports none.
-
-        Raises AlignmentError if the caller sent ids and the server reports others.
-        """
+        """Raises AlignmentError if the caller sent ids and the server reports others."""
         theirs = tokens.prompt_ids
         if theirs is not None and not len(theirs):
             raise AlignmentError("the server reports an empty prompt")
@@ -328,7 +319,7 @@ def _is_ids(prompt: PromptLike) -> bool:
 
 
 def _given(turn: InferenceTurn) -> dict[str, Any]:
-    """Parameters of a request. Raises AlignmentError for penalties that change logprobs as tokens repeat."""
+    """Raises AlignmentError for penalties that change logprobs as tokens repeat."""
     request = turn.request or {}
     given = {**request, **cast("Mapping[str, Any]", request.get("extra_body") or {})}
     for name in ("presence_penalty", "frequency_penalty"):

@@ -1,14 +1,13 @@
 """`Bubblewrap` is a sandbox made of Linux namespaces, using Debian's `bwrap` and util-linux's `nsenter`.
 
-Inside, the root is a private folder in which this machine's programs are mounted read-only. Programs
-see only the sandbox's processes, a loopback interface and the given variables; they have no terminal
-and no capabilities. `ResourceLimits` limits memory, processes and file size, but neither processor time
-nor the disk as a whole. Control groups (cgroups version 1 or 2) enforce the limits on memory and
-processes where this process may create them, otherwise setrlimit does for each process.
+Inside, the root is a private folder in which this machine's programs are mounted read-only. Programs see only
+the sandbox's processes, a loopback interface and the given variables; they have no terminal and no
+capabilities. Control groups (cgroups version 1 or 2) limit memory and processes where this process may create
+them, otherwise setrlimit does so for each process.
 
-Invariants: when `stop` returns, every process of the sandbox has ended, including detached ones. When
-the process that started the sandbox ends, even by SIGKILL, the sandbox's processes end and its files
-are removed. A limit that cannot be enforced is refused before anything runs.
+Invariants: when `stop` returns, every process of the sandbox has ended. When the process that started it
+ends, even by SIGKILL, the sandbox's processes end and its files are removed. A limit that cannot be enforced
+is refused.
 
 Sources: https://github.com/containers/bubblewrap, namespaces(7), nsenter(1), cgroups(7), getrlimit(2),
 https://docs.kernel.org/admin-guide/cgroup-v2.html
@@ -37,9 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tinkerscript.errors import IsolationError
 
-MIN_PROCESSES = 16
-"""The sandbox and one command in it already need several processes."""
-
+MIN_PROCESSES = 16  # The sandbox and one command already need several.
 _MOUNT = Path("/sys/fs/cgroup")
 _REMOVED_WITHIN_S = 5.0
 
@@ -50,26 +47,22 @@ class ResourceLimits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory_mb: int | None = Field(default=None, ge=1)
-    """Memory of all programs together in MiB, with the files that they keep in memory. Beyond it the
-    kernel kills one of them. Without control groups it limits the data of each process, and an
-    allocation beyond it fails."""
+    """All programs together, in MiB, with files kept in memory. Beyond it the kernel kills a program.
 
+    Without control groups it limits the data of each process, and an allocation beyond it fails.
+    """
+
+    # Processes and threads at a time, two for the sandbox and two for each command.
     processes: int | None = Field(default=None, ge=MIN_PROCESSES)
-    """The number of processes and threads at a time, including two of the sandbox and two for each
-    command. Beyond it no process can be started."""
-
-    file_mb: int | None = Field(default=None, ge=1)
-    """The size of the largest file that can be written, in MiB."""
+    file_mb: int | None = Field(default=None, ge=1)  # The largest file that can be written, in MiB.
 
 
 class LimitedProcesses:
-    """Limits the processes of one sandbox by prefixes to its commands."""
-
     def __init__(self, name: str, limits: ResourceLimits) -> None:
         """Make the control groups. `name` must be unique on this machine.
 
-        Raises IsolationError for `processes` if neither control groups nor the kernel's limit for a
-        user can enforce it. The latter does not apply to root.
+        Raises IsolationError for `processes` if neither control groups nor the kernel's limit for a user,
+        which does not apply to root, can enforce it.
         """
         self._groups: list[Path] = []
         self._in_group = ""
@@ -82,13 +75,11 @@ class LimitedProcesses:
                 )
             each |= {"data": limits.memory_mb and limits.memory_mb * 2**20, "nproc": limits.processes}
         options = [f"--{name}={value}" for name, value in each.items() if value]
+        # Outside, the limit would count all of the user's processes, because it is kept per user namespace.
         self.inside = ["/usr/bin/prlimit", *options] if options else []
-        """The prefix of a command inside the sandbox. Outside, the limit on processes would count
-        everything that the user runs, because it is kept per user namespace."""
 
     @property
     def outside(self) -> list[str]:
-        """The prefix of the command that creates or enters the sandbox."""
         return ["/bin/sh", "-c", f'{self._in_group}exec "$@"', "sh"] if self._groups else []
 
     async def remove(self) -> None:
@@ -101,7 +92,7 @@ class LimitedProcesses:
                 group.rmdir()
             except FileNotFoundError:
                 pass
-            except OSError:  # A command that entered the sandbox ends slightly later than it.
+            except OSError:  # A command that entered the sandbox ends slightly later.
                 if loop.time() > until:
                     raise
                 _kill_all(group)
@@ -137,7 +128,6 @@ class LimitedProcesses:
 
 
 def group_parents() -> list[Path]:
-    """Return the folders in which `LimitedProcesses` creates control groups."""
     found = (_parent_of(controller)[0] for controller in ("memory", "pids"))
     return list(dict.fromkeys(parent for parent in found if parent is not None))
 
@@ -160,7 +150,6 @@ def _parent_of(controller: str) -> tuple[Path | None, str]:
 
 
 def _passes_on(group: Path, controller: str) -> bool:
-    """Return whether groups below this one can limit `controller` (cgroups version 2)."""
     try:
         passed_on = (group / "cgroup.subtree_control").read_text().split()
     except OSError:
@@ -169,11 +158,8 @@ def _passes_on(group: Path, controller: str) -> bool:
 
 
 def _own_groups() -> Iterator[tuple[int, list[str], str]]:
-    """Yield each hierarchy's number and controllers with this process's group.
-
-    Version 2 has hierarchy 0 and names no controllers.
-    """
     with suppress(FileNotFoundError):
+        # Version 2 has hierarchy 0 and names no controllers.
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
             yield int(number), controllers.split(","), path.lstrip("/")
@@ -222,7 +208,7 @@ _NAMESPACES = ("--user", "--preserve-credentials", "--mount", "--pid", "--net", 
 # See ioctl_ns(2).
 _NS_GET_PARENT = 0xB702
 
-# This program listens in a sandbox's network namespace and passes the socket to the parent.
+# It listens in the sandbox's network namespace and passes the socket to the parent.
 _LISTEN = """
 import array, socket, sys
 listening = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
@@ -230,8 +216,8 @@ sent = array.array("i", [listening.fileno()])
 socket.socket(fileno=0).sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
 """
 
-# This script removes a folder after standard input closes, and the control groups with the prefixes in
-# the arguments. It retries until that succeeds.
+# After standard input closes, it removes the folder and the control groups in its arguments, however long
+# that takes.
 _SWEEP = """
 cat > /dev/null
 while [ -e "$0" ]; do chmod -R u+rwX "$0" 2> /dev/null; rm -rf "$0" 2> /dev/null || sleep 0.1; done
@@ -245,25 +231,20 @@ NO_LIMITS = ResourceLimits()
 
 
 class Bubblewrap:
-    """A sandbox. It belongs to the event loop that starts it."""
+    """A sandbox that belongs to the event loop that starts it."""
 
     def __init__(self, limits: ResourceLimits = NO_LIMITS) -> None:
-        """Create the sandbox's folder. No process runs yet.
-
-        Raises IsolationError if `bwrap` or `nsenter` is missing, or if a limit cannot be enforced.
-        """
+        """Raises IsolationError if `bwrap` or `nsenter` is missing, or if a limit cannot be enforced."""
         for program, package in (("bwrap", "bubblewrap"), ("nsenter", "util-linux")):
             if shutil.which(program) is None:
                 raise IsolationError(f"{program} is not installed; install it: apt-get install {package}")
+        # `/` inside. Do not follow its links: programs in the sandbox made them.
         self.root = Path(tempfile.mkdtemp(dir=_folder_of_this_process()))
-        """The folder that is `/` inside. Do not follow links in it, because programs in the sandbox made
-        them."""
-
         self._process: asyncio.subprocess.Process | None = None
         # A pidfd of the sandbox's first process. All others end with it.
         self._init = -1
         self._init_pid = 0
-        # A descriptor of the user namespace that owns the others. This user may enter them from there.
+        # The user namespace that owns the others. This user may enter them from there.
         self._owner = -1
 
         self._lay_out()
@@ -278,11 +259,10 @@ class Bubblewrap:
         return self._process is not None and self._process.returncode is None
 
     async def start(self, *, readable: Iterable[Path] = ()) -> None:
-        """Start the sandbox. `readable` are further folders of this machine to mount read-only.
+        """Start the sandbox. `readable` are more folders of this machine to mount read-only.
 
-        Files in `/work` and in folders outside the system survive a restart; the home folder and `/tmp`
-        are new. Raises IsolationError with bwrap's message, for example if user namespaces are
-        forbidden.
+        Files in `/work` and in folders outside the system survive a restart; the home folder and `/tmp` are
+        new. Raises IsolationError with bwrap's message.
         """
         await self.stop()
         await asyncio.to_thread(self._lay_out)
@@ -311,15 +291,12 @@ class Bubblewrap:
     def command(
         self, arguments: Sequence[str], *, cwd: str = WORK, environment: Mapping[str, str] | None = None
     ) -> list[str]:
-        """Return the command line that runs `arguments` in the sandbox. `cwd` is relative to `/work`.
-
-        Raises IsolationError if the sandbox is not running.
-        """
+        """`cwd` is relative to `/work`. Raises IsolationError if the sandbox is not running."""
         variables = DEFAULT_ENVIRONMENT | dict(environment or {})
-        # The first `env` hides this process's variables from the process that enters the namespaces.
+        # The first `env` hides this process's variables from `nsenter`.
         return [
             *("/usr/bin/env", "-i", *self._limited.outside, *self._entered(*_NAMESPACES)),
-            # Without a new session the program could type commands into the terminal of the user's shell.
+            # Otherwise the program could type into the terminal of the user's shell.
             "/usr/bin/setsid",
             *self._limited.inside,
             *(
@@ -332,7 +309,7 @@ class Bubblewrap:
         ]
 
     async def listen(self, port: int) -> socket.socket:
-        """Return a socket that listens on the sandbox's loopback interface; this process accepts from it."""
+        """Listen on the sandbox's loopback interface; this process accepts."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             process = await asyncio.create_subprocess_exec(
@@ -357,7 +334,7 @@ class Bubblewrap:
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):  # It has already ended, and all others with it.
+        with suppress(ProcessLookupError):  # It and all others have already ended.
             signal.pidfd_send_signal(self._init, signal.SIGKILL)
         os.close(self._init)
         os.close(self._owner)
@@ -417,7 +394,6 @@ DEFAULT_ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TERM": "dumb",
 }
-"""The environment of every command, unless it overrides it."""
 
 
 def _owner_of(pid: int) -> int:
@@ -439,8 +415,8 @@ def _bwrap(root: Path, readable: Iterable[Path], status: int) -> list[str]:
     arguments = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     arguments += ["--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox", "--clearenv"]
     if os.geteuid() == 0:
-        # Otherwise a program could create a user namespace in which it is root. The option also prevents
-        # other users from entering the sandbox, so only root uses it.
+        # Otherwise a program could become root in a user namespace. The option also keeps other users out of
+        # the sandbox, so only root uses it.
         arguments += ["--disable-userns"]
     arguments += ["--bind", str(root), "/"]
     for path in _SYSTEM:

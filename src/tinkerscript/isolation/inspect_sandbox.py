@@ -3,8 +3,8 @@
     Task(..., sandbox="bubblewrap")
     Task(..., sandbox=("bubblewrap", BubblewrapSettings(memory_mb=4096, processes=256, file_mb=1024)))
 
-Commands run in `/work` as the user `agent`, without a network. Background processes end with the
-sample. Files are read and written by commands in the sandbox, so that a link in it cannot lead outside.
+Commands run in `/work` as the user `agent`, without a network. Background processes end with the sample.
+Commands in the sandbox read and write its files, so that a link cannot lead outside.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinkerscript.isolation.bubblewrap import WORK, Bubblewrap, ResourceLimits
 
 _WRITE = '[ -d "$0" ] && exit 21; mkdir -p -- "$(dirname -- "$0")" && cat > "$0" || exit 13'
 _SIZE = '[ -d "$0" ] && exit 21; [ -e "$0" ] || exit 2; [ -r "$0" ] || exit 13; exec stat -L -c %s -- "$0"'
-# The exit statuses of these commands are error numbers.
+# Their exit statuses are error numbers.
 _FAILURES = {2: FileNotFoundError, 13: PermissionError, 21: IsADirectoryError}
 
 _TIMED_OUT = (124, 137)
@@ -45,16 +45,14 @@ class BubblewrapSettings(ResourceLimits):
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of every command, unless it overrides them."""
 
-    working_dir: str = WORK
-    """The folder in which commands run, created if needed. It must not be a system folder."""
+    working_dir: str = WORK  # Created if needed. It must not be a system folder.
 
     def __hash__(self) -> int:
         # Inspect keeps settings in sets.
         return hash(self.model_dump_json())
 
 
-# These Compose settings have no meaning here: programs come from this machine, and there is no network
-# and no processor limit.
+# Meaningless here: programs come from this machine, without a network or a processor limit.
 _NOT_OF_IMAGES = {
     *("build", "command", "cpus", "entrypoint", "hostname", "image", "init", "network_mode", "platform"),
     *("pull_policy", "restart", "stop_grace_period", "x_default"),
@@ -64,8 +62,7 @@ _HONORED = {"environment", "mem_limit", "pids_limit", "working_dir"}
 
 
 def settings_of(config: SandboxEnvironmentConfigType | None) -> BubblewrapSettings:
-    """Return the settings of a sample. A Compose file with one service, as in Harbor's tasks, is accepted
-    too.
+    """Accepts a Compose file with one service, as in Harbor's tasks.
 
     Raises IsolationError for settings that cannot be honored.
     """
@@ -108,7 +105,7 @@ def _mib(size: str) -> int:
 
 
 def _variables(given: list[str] | dict[str, str | None] | None) -> dict[str, str]:
-    # Compose would take a variable without a value from this machine. Here it must not leak into the sandbox.
+    # Compose would take a variable without a value from this machine.
     if isinstance(given, dict):
         return {name: value for name, value in given.items() if value is not None}
     pairs = [text.partition("=") for text in given or []]
@@ -170,7 +167,7 @@ class BubblewrapSandbox(SandboxEnvironment):
     ) -> ExecResult[str]:
         if user not in _USERS:
             raise SandboxUserUnsupportedError(f"user: this sandbox only has 'agent', not {user!r}")
-        # Processes in the command's group end with it, others at the latest with the sandbox.
+        # Processes in the command's group end with it.
         limited = cmd if timeout is None else ["timeout", "--kill-after=2s", f"{timeout}s", *cmd]
         started = time.monotonic()
         result = await subprocess(
@@ -181,7 +178,7 @@ class BubblewrapSandbox(SandboxEnvironment):
             concurrency=concurrency,
         )
         if result.returncode < 0:
-            # `nsenter` dies of its command's signal, which a shell would report as 128 + its number.
+            # A shell would report a death by signal as 128 + its number.
             result.returncode = 128 - result.returncode
         if timeout is not None and result.returncode in _TIMED_OUT and time.monotonic() - started >= timeout:
             raise TimeoutError(f"the command took longer than {timeout} s and was ended")

@@ -1,16 +1,14 @@
 """`AgentTask` is an Inspect task with a coding agent in place of the task's solver.
 
-Each episode starts a `bubblewrap` sandbox with the sample's files and setup, and runs the agent in
-`/work` with the sample's input as its prompt. Then all processes end, the task's test files are
-restored, and the task's scorers run in the same sandbox with a fresh home, without the agent's programs
-and without access to the model. A sample's metadata `tests` lists its test files. Before scoring, each
-is restored from the sample's `files`, or removed if the sample has no such file.
+Each episode starts a `bubblewrap` sandbox with the sample's files and setup, and runs the agent in `/work`
+with the sample's input as its prompt. Then all processes end, each file in a sample's metadata `tests` is
+restored or removed, and the task's scorers run in the same sandbox with a fresh home, without the agent's
+programs or the model.
 
-Users install agents, which are found on the PATH. To add one, write its `CodingAgent` and add it to
-`AGENTS`.
+To add an agent, write its `CodingAgent` and add it to `AGENTS`.
 
-Sources: the programs' help and documentation; Claude Code 2.1, Codex CLI 0.169, mini-swe-agent 2.4,
-opencode 1.18.
+Sources: the programs' help and documentation; Claude Code 2.1, Codex CLI 0.169, mini-swe-agent 2.4, opencode
+1.18.
 """
 
 from __future__ import annotations
@@ -44,22 +42,16 @@ from tinkerscript.workers.base_task import EpisodeModel
 from tinkerscript.workers.inspect_task import GatewayPolicy, InspectTask
 from tinkerscript.workers.model_relay import AgentRelay
 
-PORT = 8000
-"""The model's port on the agent's loopback interface."""
-
-MAX_OUTPUT_BYTES = 4 * 2**20
-"""The length of an agent's output that is kept, from its end."""
-
-OF_A_CLAIM = 0.9
-"""The part of a claim's lifetime that the agent may use. The rest is for scoring."""
-
+PORT = 8000  # The model's, on the agent's loopback interface.
+MAX_OUTPUT_BYTES = 4 * 2**20  # Kept from the end of an agent's output.
+OF_A_CLAIM = 0.9  # The agent's part of the claim's lifetime. The rest is for scoring.
 TESTS = "tests"
 
 
 class AgentTask(InspectTask):
     def __init__(self, name: str, agent: str, time_limit_s: float, /, **args: Any) -> None:
-        """Raises ConfigError for an invalid task or metadata `tests` that is not a list of paths, and
-        WorkerError for an agent that is unknown or not installed."""
+        """Raises ConfigError for an invalid task or `tests`, and WorkerError for an agent that is not
+        installed."""
         super().__init__(name, **args)
         program = agent_named(agent)
         installation_of(program)
@@ -132,12 +124,9 @@ class AgentRun:
     answer: str
     output: str
     complaints: str
-    exit_code: int | None
-    """The exit code, or None after the time limit."""
-
+    exit_code: int | None  # None after the time limit.
     calls: int
-    refusals: dict[str, int]
-    """The number of refused requests by `STATUS METHOD PATH`."""
+    refusals: dict[str, int]  # By `STATUS METHOD PATH`.
 
 
 async def run_agent(
@@ -145,8 +134,8 @@ async def run_agent(
 ) -> AgentRun:
     """Restart the sandbox and run the agent in its folder `/work`.
 
-    Raises WorkerError for an agent that is not installed, that made no model call, or with a last call
-    that the gateway does not support; ClaimLostError; IsolationError.
+    Raises WorkerError for an agent that is not installed, made no model call, or ended with an unsupported
+    call; ClaimLostError; IsolationError.
     """
     if len(prompt.encode()) > MAX_PROMPT_BYTES:
         raise WorkerError(
@@ -179,7 +168,7 @@ async def run_agent(
 
 
 def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
-    # No program of the agent has run yet, so no links can be in the way.
+    # No program of the agent has run yet, so no links are in the way.
     for name, text in agent.home_files(job).items():
         path = Path(f"{sandbox.root}{HOME}") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,44 +197,30 @@ def _end_of(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-SIDE = "side"
-"""The model name that marks an agent's side calls (the gateway's agent mode)."""
-
-MAX_PROMPT_BYTES = 120_000
-"""The longest argument that Linux accepts."""
-
+SIDE = "side"  # Marks an agent's side calls (the gateway's agent mode).
+MAX_PROMPT_BYTES = 120_000  # Linux limits the length of an argument.
 PLACEHOLDER_KEY = "the-sandbox-holds-no-key"
-"""The key that agents send."""
 
 
 @dataclass(frozen=True)
 class AgentJob:
     prompt: str
-    url: str
-    """The URL of the gateway's agent mode, without `/v1`."""
-
+    url: str  # The gateway's agent mode, without `/v1`.
     context_tokens: int
 
     @property
     def reply_tokens(self) -> int:
-        """Return the number of tokens of the context that an agent should reserve for a reply."""
         return min(32_000, self.context_tokens // 4)
 
 
 @dataclass(frozen=True)
 class CodingAgent:
     program: str
-    arguments: Callable[[AgentJob], list[str]]
-    """The command line after the program's name."""
-
-    environment: Callable[[AgentJob], dict[str, str]]
-    """Environment variables in addition to the sandbox's."""
-
+    arguments: Callable[[AgentJob], list[str]]  # After the program's name.
+    environment: Callable[[AgentJob], dict[str, str]]  # In addition to the sandbox's.
+    # Files to write, by their path in the home folder.
     home_files: Callable[[AgentJob], Mapping[str, str]] = lambda job: {}
-    """Files to write, by their path in the home folder."""
-
-    answer: Callable[[str], str] = lambda output: ""
-    """Extracts the agent's final answer from its output, or an empty string."""
+    answer: Callable[[str], str] = lambda output: ""  # The final answer in its output.
 
 
 def _claude_environment(job: AgentJob) -> dict[str, str]:
@@ -259,7 +234,7 @@ def _claude_environment(job: AgentJob) -> dict[str, str]:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(job.context_tokens),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(job.reply_tokens),
-        # Tools that are loaded later come as references, which only Anthropic's models know.
+        # Tools loaded later come as references, which only Anthropic's models know.
         "ENABLE_TOOL_SEARCH": "false",
         "IS_SANDBOX": "1",
     }
@@ -305,6 +280,7 @@ def _opencode_config(job: AgentJob) -> Mapping[str, str]:
     return {".config/opencode/opencode.json": json.dumps(config)}
 
 
+# The values of `tinkerscript worker --agent`.
 AGENTS: Mapping[str, CodingAgent] = {
     "claude-code": CodingAgent(
         "claude",
@@ -327,7 +303,7 @@ AGENTS: Mapping[str, CodingAgent] = {
         _codex_config,
         _codex_answer,
     ),
-    "mini-swe-agent": CodingAgent(  # It ends with the output of a command, without an answer.
+    "mini-swe-agent": CodingAgent(  # Its output ends without an answer.
         "mini",
         lambda job: [
             *("--yolo", "--exit-immediately", "--model", f"openai/{POLICY}"),
@@ -353,11 +329,10 @@ AGENTS: Mapping[str, CodingAgent] = {
         ),
     ),
 }
-"""The values of `tinkerscript worker --agent`."""
 
 
 def agent_named(name: str) -> CodingAgent:
-    """Return an agent of the table. Raises WorkerError for an unknown one."""
+    """Raises WorkerError for an unknown agent."""
     if name not in AGENTS:
         raise WorkerError(f"there is no agent {name!r}; there are {', '.join(AGENTS)}")
     return AGENTS[name]
@@ -366,14 +341,12 @@ def agent_named(name: str) -> CodingAgent:
 @dataclass(frozen=True)
 class Installation:
     program: Path
-    folders: tuple[Path, ...]
-    """The folders that the program needs: its own and its interpreter's."""
-
+    folders: tuple[Path, ...]  # Its own and its interpreter's.
     path: str
 
 
 def installation_of(agent: CodingAgent) -> Installation:
-    """Find an agent's program on the PATH. Raises WorkerError."""
+    """Raises WorkerError for an agent that is not on the PATH."""
     found = shutil.which(agent.program)
     if found is None:
         raise WorkerError(f"{agent.program!r} is not on the PATH; docs/agents.md shows how to install it")

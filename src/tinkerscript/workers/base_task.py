@@ -1,15 +1,12 @@
 """`Task` is the interface of every kind of environment, and `load_task` makes one from its name.
 
-The trainer asks a task for its samples and never runs one. A worker gets a sample with each episode,
-and runs it with that episode's model, an `EpisodeModel`.
+The trainer asks a task for its samples and never runs one. A worker runs a sample with its episode's
+`EpisodeModel`.
 
-`verifiers:ENV` is a task of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and
-every other name is one of Inspect's. Kinds are entries of `TASK_KINDS`, or entry points of installed
-packages in the group `tinkerscript.tasks`.
+`verifiers:ENV` is a task of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and every
+other name is one of Inspect's. Kinds are in `TASK_KINDS`, or entry points in the group `tinkerscript.tasks`.
 
-Invariants: a rollout that cannot be scored raises; it never returns a reward for a failure. The
-packages of a kind are imported only for its tasks; the error for a missing one contains the `pip
-install`.
+Invariant: a rollout that cannot be scored raises; it never returns a reward for a failure.
 """
 
 from __future__ import annotations
@@ -43,18 +40,15 @@ if TYPE_CHECKING:  # This needs aiohttp, which the extras of the kinds install.
 
 __all__ = ["EpisodeModel", "Task", "TaskSample", "named_scores"]
 
+# From the first training seed to the first evaluation seed of generated samples.
 HELD_OUT_SEED = 1_000_000
-"""The distance of the first evaluation seed of generated samples from the first training seed."""
-
-TRANSCRIPT_S = 10.0
-"""Seconds that sending a transcript may delay the end of its episode."""
-
+TRANSCRIPT_S = 10.0  # For sending a transcript at the end of its episode.
 TaskSample: TypeAlias = Mapping[str, JsonValue]
 """One problem as JSON.
 
 `id` is unique in its task, and `input` is the question: text or chat messages. Optional `target` and
-`metadata` are shown too. Further fields are free. Samples of two machines are the same problem if their
-`digest`s are equal or, without a digest, all their fields.
+`metadata` are shown too; further fields are free. Samples of two machines are the same problem if their
+`digest`s are equal or, without one, all their fields.
 """
 
 logger = logging.getLogger(__name__)
@@ -62,41 +56,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeModel:
-    """The model of one episode, with a `base_url` and an `api_key` that is only valid for this episode.
+    """The model of one episode, for any program that speaks OpenAI's or Anthropic's format.
 
-    Any program that speaks OpenAI's or Anthropic's format can use it.
+    The `api_key` is only valid for this episode.
     """
 
     base_url: str
-    """The base URL for OpenAI's clients, ending in `/v1`. Anthropic's clients append that (see
-    `anthropic_base_url`)."""
+    """For OpenAI's clients; ends in `/v1`. For Anthropic's, see `anthropic_base_url`."""
 
     api_key: str = field(repr=False)
-    name: str = "policy"
-    """The `model` field of requests."""
-
-    endpoint: ChatEndpoint = field(repr=False)
-    """The connections that all episodes of a worker share."""
-
+    name: str = "policy"  # The `model` field of requests.
+    endpoint: ChatEndpoint = field(repr=False)  # All episodes of a worker share it.
+    # Fields for every call. Empty during a run, where the server decides.
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Request fields for every call, such as `temperature`. Empty during a run, where the server decides."""
-
+    # In order, for `WorkflowOutput.call_rewards`.
     reply_ids: list[str] = field(default_factory=list[str], repr=False, compare=False)
-    """The ids of the replies so far, by which `WorkflowOutput.call_rewards` rewards single calls."""
-
-    claim: Episode | None = None
-    """The claim, with its lease and limits, or None in `tinkerscript eval`."""
+    claim: Episode | None = None  # None in `tinkerscript eval`.
 
     def role(self, name: str) -> EpisodeModel:
-        """Return the model of a role of the run, such as a judge or an opponent.
-
-        The server refuses a role that the run does not have.
-        """
+        """Return the model of a role, such as a judge. The server refuses unknown roles."""
         return replace(self, name=name, reply_ids=[])
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The run's roles: valid names for `role`."""
+        """Valid names for `role`."""
         return self.claim.roles if self.claim else ()
 
     @property
@@ -106,8 +89,7 @@ class EpisodeModel:
     async def complete(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
         """Make a model call and return the reply's message (`role`, `content`, and `tool_calls` if any).
 
-        `messages` and `fields` (`tools`, `max_tokens`, ...) are those of OpenAI's chat completions.
-        Raises what `ChatEndpoint.complete` raises.
+        `messages` and `fields` follow OpenAI's chat completions. Raises what `ChatEndpoint.complete` raises.
         """
         body = {"model": self.name, "messages": list(messages), **self.sampling, **fields}
         completion = await self.endpoint.complete(self.base_url, self.api_key, body)
@@ -115,16 +97,16 @@ class EpisodeModel:
         return completion["choices"][0]["message"]
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-        """Make a model call and return the reply's text. Raises what `complete` raises."""
+        """Return the reply's text. Raises what `complete` raises."""
         return (await self.complete(messages, **fields))["content"] or ""
 
     @property
     def max_transcript_bytes(self) -> int:
-        """The maximum size of this episode's transcript, or 0 if none is kept."""
+        # 0 if none is kept.
         return self.claim.max_transcript_bytes if self.claim else 0
 
     async def record_transcript(self, transcript: bytes) -> None:
-        """Keep what a rollout recorded besides its calls. Never raises, because only people read it."""
+        """Never raises, because only people read transcripts."""
         if self.claim is None or not 0 < len(transcript) <= self.max_transcript_bytes:
             return
         url = f"{self.claim.server_url or self.anthropic_base_url.rstrip('/')}/record_transcript"
@@ -138,30 +120,21 @@ class EpisodeModel:
 class Task(ABC):
     """A source of samples that can run them. Subclass it; its arguments are `task.train_args`."""
 
-    task_id: str = ""
-    """The task's name on every machine. `load_task` sets it."""
+    task_id: str = ""  # The task's name on every machine. `load_task` sets it.
+    temperature: float | None = None  # If calls set none. A run warns that 0 does not train.
 
-    temperature: float | None = None
-    """The temperature of model calls that set none, if known. A run warns before it starts that a
-    temperature of 0 does not train."""
-
-    # Each split is loaded at its first use.
     _own: dict[bool, dict[str, TaskSample]] | None = None
 
     @abstractmethod
     def samples(self, *, held_out: bool) -> Sequence[TaskSample]:
-        """Return the samples to train on or to evaluate on, which must always be the same ones.
+        """Return the samples to train on or to evaluate on, always the same ones.
 
-        A task without a split returns the same for both, and its arguments choose (`task.train_args`,
+        Without a split, these are the same, and the task's arguments choose (`task.train_args`,
         `task.eval_args`).
         """
 
     def own_sample(self, sample_id: str, *, held_out: bool) -> TaskSample | None:
-        """Return this machine's sample with this id, or None.
-
-        Workers run this sample. They only use the id of an episode's payload, because the payload comes
-        from whoever runs the server.
-        """
+        # Never the payload's, which comes from whoever runs the server.
         if self._own is None:
             self._own = {}
         if held_out not in self._own:
@@ -172,14 +145,14 @@ class Task(ABC):
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> RolloutResult:
         """Run one episode and score it. Calls may be concurrent.
 
-        Returns a reward, or a reward and more (see `named_scores`). An exception is recorded as the
-        reason of a failure.
+        Returns a reward, or a reward and more (see `named_scores`). An exception is recorded as the reason of
+        a failure.
         """
 
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """Hold resources of rollouts of `tasks`, which are all of this kind in a process."""
+        """Hold resources for rollouts of `tasks`, all tasks of this kind in the process."""
         yield
 
 
@@ -192,10 +165,10 @@ def named_scores(
     metadata: Mapping[str, JsonValue] | None = None,
     call_rewards: Mapping[str, float] | None = None,
 ) -> WorkflowOutput:
-    """Make a rollout's result with its scores by name. `call_rewards` is what single calls earned.
+    """Make a rollout's result with scores by name. `call_rewards` rewards single calls.
 
-    The scores are shown with the episode, and averaged as `score/<name>`; `metrics` are averaged under
-    their names. `answer` shows people what was scored.
+    Scores are shown, and averaged as `score/<name>`; `metrics` are averaged under their names. `answer` shows
+    people what was scored.
     """
     shown: dict[str, JsonValue] = {
         "scores": dict(scores),
@@ -218,15 +191,12 @@ TASK_KINDS: Mapping[str, str] = {
     "textarena": "tinkerscript.workers.environments.textarena_game:TextArenaGame",
     "verifiers": "tinkerscript.workers.environments.verifiers_environment:VerifiersEnvironment",
 }
-"""The `module:factory` of each kind.
+"""The `module:factory` of each kind, which is also the name of its extra.
 
-The factory takes the part after the colon and the task's arguments, and returns a Task or raises
-ConfigError. The extra that installs its packages has the kind's name.
+A factory takes the part after the colon and the task's arguments. It raises ConfigError.
 """
 
-ENTRY_POINTS = "tinkerscript.tasks"
-"""The group of entry points of other packages' kinds. Each names a factory, as in `TASK_KINDS`."""
-
+ENTRY_POINTS = "tinkerscript.tasks"  # Other packages' kinds, each a factory as in `TASK_KINDS`.
 INSPECT = "inspect"
 OWN = "own"
 
@@ -234,10 +204,7 @@ _INSPECT_FACTORY = "tinkerscript.workers.inspect_task:InspectTask"
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a task's name: one of `TASK_KINDS`, of an installed package, `own`, or `inspect`.
-
-    Raises ConfigError for an unknown prefix.
-    """
+    """Return one of `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
     prefix, colon, rest = name.partition(":")
     if re.fullmatch(r".+\.py:\w+", name):
         return OWN
@@ -253,9 +220,8 @@ def kind_of(name: str) -> str:
 def load_task(name: str, args: Mapping[str, Any], *, sandbox: str = "") -> Task:
     """Load the task called `name` with its arguments.
 
-    `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's sandbox. Raises ConfigError for
-    an unknown name, a missing package, or arguments that the task does not accept. Exceptions of the
-    task's code propagate.
+    `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's. Raises ConfigError for an unknown
+    name, a missing package, or arguments that the task does not accept, and the task's exceptions.
     """
     kind = kind_of(name)
     rest = name.partition(":")[2]
@@ -338,7 +304,7 @@ def _name_anywhere(name: str) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Import a Python file. Raises WorkerError if it is missing or cannot be imported."""
+    """Raises WorkerError for a file that is missing or cannot be imported."""
     path = path.resolve()
     check_is_there(path)
     name = f"tinkerscript_script_{path.stem}"
@@ -346,7 +312,7 @@ def load_module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise WorkerError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Registered before it runs, so that dataclasses and pickling in the script find their module.
+    # This comes first, so that dataclasses and pickling in the script find their module.
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:

@@ -1,7 +1,6 @@
 """`ChatEndpoint` makes the model calls of a worker's rollouts over shared connections.
 
-Invariant: a call is retried while the server restarts or is busy, and never after a refusal that a
-retry cannot change. A lost claim raises ClaimLostError at once.
+Invariant: a call is retried while the server restarts or is busy, and never after a final refusal.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnrea
 from tinkerscript.tracing import HEADER
 
 _BUSY = (429, 503)
-# There is no connection, or a proxy reports that.
+# No connection, or a proxy that has none.
 _AWAY = (0, 502, 503, 504)
 
 _TIMED_OUT = -1
@@ -29,18 +28,11 @@ _TIMED_OUT = -1
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    attempts: int = 6
-    """Maximum number of attempts that end in a server error."""
-
-    max_away_s: float = 300.0
-    """Seconds to wait for an unreachable server in total. The claim outlives a restart of the server."""
-
-    first_delay_s: float = 0.25
-    """The delay after the first failure. It doubles each time up to `max_delay_s`, with a jitter of 50%."""
-
+    attempts: int = 6  # Attempts that end in a server error.
+    max_away_s: float = 300.0  # In total. The claim outlives a restart of the server.
+    first_delay_s: float = 0.25  # Doubles each time up to `max_delay_s`, with a jitter of 50%.
     max_delay_s: float = 8.0
-    max_busy_s: float = 600.0
-    """Seconds to wait for the `Retry-After` of 429 and 503 in total."""
+    max_busy_s: float = 600.0  # In total, for the `Retry-After` of 429 and 503.
 
 
 Reply = TypeVar("Reply")
@@ -48,22 +40,16 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True, slots=True)
 class ChatAttempt(Generic[Reply]):
-    status: int
-    """0 if the connection failed, `_TIMED_OUT` without an answer in time."""
-
-    said: bytes
-    """The body of a refusal, or the reason of a failed connection."""
-
+    status: int  # 0 if the connection failed, `_TIMED_OUT` without an answer in time.
+    said: bytes  # The body of a refusal, or the reason of a failed connection.
     reply: Reply | None
     retry_after: float | None
 
 
 class ChatEndpoint:
-    """Chat completions over connection pools that a worker shares, one per gateway process.
+    """Chat completions over shared connection pools, one per gateway process (base URL).
 
-    Each gateway process has a base URL, so that connections stay with it. The first call opens the
-    endpoint; close it with `aclose`. It belongs to one event loop. It uses aiohttp, which takes a
-    fraction of httpx's CPU time per request.
+    It belongs to one event loop. aiohttp takes a fraction of httpx's CPU time per request.
     """
 
     def __init__(
@@ -74,7 +60,7 @@ class ChatEndpoint:
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """`call_timeout_s` limits one attempt. Tests replace `sleep`."""
+        # Tests replace `sleep`.
         self._connections = connections
         self._timeout = aiohttp.ClientTimeout(total=call_timeout_s, sock_connect=30.0)
         self._retry = retry or RetryPolicy()
@@ -84,12 +70,10 @@ class ChatEndpoint:
     async def complete(
         self, base_url: str, api_key: str, body: dict[str, Any], *, trace: str = ""
     ) -> dict[str, Any]:
-        """POST `body` to `{base_url}/chat/completions` and return the completion. `trace` is the
-        `traceparent`.
+        """POST `body` to `{base_url}/chat/completions`; `trace` is the `traceparent`.
 
-        A lost claim (409 claim_lost) raises ClaimLostError at once, any other refusal
-        RequestRefusedError. While the server is busy or restarting, the call is retried; then
-        ServerUnreachableError is raised.
+        Raises ClaimLostError for 409 claim_lost, RequestRefusedError for other refusals, and
+        ServerUnreachableError when retries end.
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
@@ -107,7 +91,6 @@ class ChatEndpoint:
         return await self._answer(url, api_key, data, "application/json", self._open)
 
     async def send_bytes(self, url: str, api_key: str, data: bytes) -> None:
-        """POST `data` to `url`. Raises what `complete` raises."""
         await self._answer(url, api_key, data, "application/octet-stream", self.whole)
 
     async def _answer(
@@ -152,7 +135,7 @@ class ChatEndpoint:
             await session.close()
 
     async def whole(self, url: str, data: bytes | None, headers: dict[str, str]) -> ChatAttempt[bytes]:
-        """Make one attempt and read its whole reply. Without `data` it is a GET."""
+        """Without `data` this is a GET."""
         attempt = await self._open(url, data, headers)
         if attempt.reply is None:
             return ChatAttempt(attempt.status, attempt.said, None, attempt.retry_after)

@@ -1,7 +1,6 @@
 """Inspect tasks: each episode runs one sample with the task's solver and scorers.
 
-Invariants: every model call goes to the gateway with the episode's key, so that its tokens are
-recorded. A solver or scorer that raises is an error, never a reward of 0.
+Invariant: a solver or scorer that raises is an error, never a reward of 0.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 
 
 class InspectTask(Task):
-    """An Inspect task: `file.py@name`, or a registered name. Its arguments are the task function's.
+    """An Inspect task: `file.py@name`, or a registered name, with the task function's arguments.
 
-    The arguments also choose the samples, because training and evaluation use the task's whole dataset.
+    These also choose the samples, because training and evaluation use the task's whole dataset.
     """
 
     def __init__(self, name: str, /, **args: Any) -> None:
@@ -56,7 +55,7 @@ class InspectTask(Task):
         self._eval: _SharedEval | None = None
 
     def replace_sandbox(self, sandbox: str) -> None:
-        """Replace the task's sandbox with `TYPE` or `TYPE:CONFIG_FILE`. Raises ConfigError."""
+        """Raises ConfigError unless `sandbox` is `TYPE` or `TYPE:CONFIG_FILE`."""
         kind, _, config = sandbox.partition(":")
         try:
             self.options = replace(self.options, sandbox=SandboxConfig(kind, config or None))
@@ -65,7 +64,7 @@ class InspectTask(Task):
 
     @property
     def sandbox_type(self) -> str | None:
-        """The sandbox type of all samples, or None if they have none or individual ones."""
+        # None if samples have no sandbox or individual ones.
         return self.options.sandbox.sandbox_type if self.options.sandbox else self.info.sandbox_type
 
     def samples(self, *, held_out: bool) -> list[dict[str, Any]]:
@@ -76,11 +75,7 @@ class InspectTask(Task):
         return None if sample is None else sample_summary(sample)
 
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
-        """Run the task's sample with the id of `sample`, with the task's solver and scorers.
-
-        Raises TaskFailedError if the solver or a scorer raises, ClaimLostError, and the endpoint's
-        errors.
-        """
+        """Raises TaskFailedError if the task's code raises, ClaimLostError, and the endpoint's errors."""
         assert self._eval is not None, "a rollout runs inside `resources`"
         policy = GatewayPolicy(model, self._by_id[str(sample["id"])])
         records: list[EvalSample] = []
@@ -96,10 +91,7 @@ class InspectTask(Task):
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """Run one eval for all tasks, because Inspect allows one per process.
-
-        Raises WorkerError if it cannot start or a task's sandbox is not available.
-        """
+        """Run one eval for all tasks, because Inspect allows one per process. Raises WorkerError."""
         shared = _SharedEval(tasks)
         for task in tasks:
             task._eval = shared
@@ -126,7 +118,6 @@ class _SharedEval:
     async def run(
         self, task: InspectTask, policy: GatewayPolicy, on_record: Callable[[EvalSample], None]
     ) -> EpisodeOutcome:
-        """Run the policy's sample. The roles of the run are models in Inspect."""
         runner = await self.runner()
         options = replace(task.options, policy_roles=policy.model.roles)
         await runner.add(task.info, options)
@@ -151,22 +142,14 @@ class _SharedEval:
 
 
 class GatewayPolicy:
-    """Sends the model calls of one episode to its gateway endpoint."""
-
     def __init__(self, model: EpisodeModel, sample: Sample) -> None:
         self.model = model
         self.sample = sample
         self._converter = ChatConverter()
         self._trace = traceparent()  # Kept here, because the solver runs in one of the eval's tasks.
-        self.unapplied: set[str] = set()
-        """Settings of the task that requests do not carry, as `name=value`."""
-
-        self.reply_ids = list[str]()
-        """Of its own calls, in the order in which the replies came."""
-
-        self.calls = 0
-        """Model calls, with those of an agent beside the solver."""
-
+        self.unapplied: set[str] = set()  # Settings of the task that requests do not carry, as `name=value`.
+        self.reply_ids = list[str]()  # In the order in which the replies came.
+        self.calls = 0  # Model calls, with an agent's.
         self.lost: ClaimLostError | None = None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
@@ -196,14 +179,13 @@ def _output(outcome: EpisodeOutcome, scored: EpisodeReward, policy: GatewayPolic
 
 
 IN_METADATA = "call_rewards"
-"""The key of a score's metadata that rewards single model calls."""
 
 
 def call_rewards(scores: Mapping[str, Score], reply_ids: Sequence[str]) -> dict[str, float]:
-    """What the scorers gave single calls, in `Score.metadata["call_rewards"]`, summed over the scorers.
+    """Sum the rewards that scorers gave single calls, in `Score.metadata["call_rewards"]`.
 
-    A list has a number for each model call of the episode, in order; a dict, by the ids of assistant
-    messages. Raises WorkerError for anything else.
+    They are a list with a number for each model call, in order, or a dict by the ids of assistant messages.
+    Raises WorkerError for anything else.
     """
     total = dict[str, float]()
     for name, score in scores.items():

@@ -1,9 +1,8 @@
 """Relays for model calls of programs that must not, or cannot, hold a claim's key.
 
-`ModelRelay` is for a library that keeps one model client per endpoint and key, and so would keep one
-for every claim. It gets the relay's address once, and a request header names the conversation, which an
-episode has announced. `AgentRelay` is for an agent in a sandbox. Invariant: only the server sees a
-claim's key, and only routes of the model pass.
+`ModelRelay` is for a library that would keep a model client for every key: a request header names the
+conversation. `AgentRelay` is for an agent in a sandbox. Invariant: only the server sees a claim's key, and
+only routes of the model pass.
 """
 
 from __future__ import annotations
@@ -41,18 +40,15 @@ logger = logging.getLogger(__name__)
 
 
 class RelayedEpisode:
-    """The conversations of one episode, with the error that ended its model calls."""
-
     def __init__(self, model: EpisodeModel, routes: dict[str, RelayedEpisode]) -> None:
         self.model = model
         self._routes = routes
         self._sessions: set[str] = set()
         self.calls = 0
+        # A lost claim or an unreachable server.
         self.error: ClientError | None = None
-        """The reason why no further calls are possible: a lost claim or an unreachable server."""
 
     def announce(self, session: str) -> None:
-        """Assign requests of this session to this episode."""
         self._routes[session] = self
         self._sessions.add(session)
 
@@ -65,9 +61,7 @@ class ModelRelay:
     """Listens only on this machine, inside its `async with` block."""
 
     def __init__(self) -> None:
-        self.url = ""
-        """The base URL for OpenAI's clients, which ends in `/v1`."""
-
+        self.url = ""  # For OpenAI's clients; ends in `/v1`.
         self._routes: dict[str, RelayedEpisode] = {}
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/{path:.+}", self._relay)
@@ -87,7 +81,6 @@ class ModelRelay:
 
     @property
     def open_sessions(self) -> int:
-        """The number of conversations that may be continued."""
         return len(self._routes)
 
     @contextmanager
@@ -119,31 +112,25 @@ class ModelRelay:
 
 
 class AgentRelay:
-    """The only way out of an agent's sandbox, on the sandbox's loopback interface."""
+    """The only way out of an agent's sandbox."""
 
     def __init__(self, model: EpisodeModel) -> None:
         self._model = model
         self._models: dict[str, Any] = {}
         self.answered = 0
-        self.refusals: Counter[str] = Counter()
-        """The number of refused requests by `STATUS METHOD PATH`."""
-
+        self.refusals: Counter[str] = Counter()  # By `STATUS METHOD PATH`.
         self.last_refusal = ""
-        self.refused = False
-        """Whether the gateway does not support the last model call."""
-
+        self.refused = False  # The gateway does not support the last model call.
         self.lost: ClaimLostError | None = None
-        """Set when the gateway reports that the claim is lost."""
 
     async def context_length(self) -> int:
-        """Return the maximum length of prompt and reply together, in tokens. Raises ClientError."""
+        """Tokens of prompt and reply together. Raises ClientError."""
         url = f"{self._model.anthropic_base_url.rstrip('/')}{AGENT_MODELS}"
         self._models = await self._model.endpoint.get_json(url, self._model.api_key)
         return int(self._models["data"][0]["max_model_len"])
 
     @asynccontextmanager
     async def listening(self, listening: socket) -> AsyncGenerator[None]:
-        """Serve connections to a socket of the sandbox, and close it at the end."""
         application = web.Application(client_max_size=MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -166,7 +153,7 @@ class AgentRelay:
         except RequestRefusedError as error:
             self.refusals[f"{error.status} POST {request.path}"] += 1
             self.last_refusal = error.reason
-            # A prompt that is too long is a mistake of the agent.
+            # A prompt that is too long is the agent's mistake.
             self.refused = error.status == 400 and error.code != "context_length_exceeded"
             return _refused(error.status, error.reason, error.code)
         except ClaimLostError as error:

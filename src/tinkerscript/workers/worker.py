@@ -1,10 +1,8 @@
 """`run_worker` is a worker process: it runs a user's script, or tasks, over a server's episodes.
 
-Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. After a grace period
-it exits even if its rollouts hang, and at the second signal at once. A worker runs its own copy of a
-sample and never the content of a payload, so that a server cannot make it run anything else; it gives
-back an episode of a task or sample that it does not have. The packages of a task are imported only to
-run it.
+Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. After a grace period it
+exits even if its rollouts hang. A worker runs its own copy of a sample, never the content of a payload, so
+that a server cannot make it run anything else.
 """
 
 from __future__ import annotations
@@ -71,68 +69,49 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """The program and the server of a worker. Give either `script` or `tasks`."""
+    """Give either `script` or `tasks`."""
 
     server_url: str = DEFAULT_SERVER_URL
-    script: str = ""
-    """A file with a `rollout(episode)` function."""
-
+    script: str = ""  # A file with a `rollout(episode)` function.
     tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
-    """The arguments of each task, by name (docs/environments.md)."""
+    """Each task's arguments, by name (docs/environments.md)."""
 
     eval_args: Mapping[str, Mapping[str, JsonValue]] = field(
         default_factory=dict[str, Mapping[str, JsonValue]]
     )
-    """Different arguments for tasks in evaluations."""
+    """Arguments for tasks in evaluations, where they differ."""
 
+    # `TYPE` or `TYPE:CONFIG_FILE`, by task.
     sandboxes: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Sandboxes that replace those of tasks: `TYPE` or `TYPE:CONFIG_FILE`."""
-
-    agent: str = ""
-    """A coding agent that replaces the solvers of Inspect tasks."""
-
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S
-    """Seconds after which an agent is stopped. Its results are scored."""
-
+    agent: str = ""  # A coding agent that replaces the solvers of Inspect tasks.
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S  # Then the agent is stopped, and its results are scored.
     concurrency: int = 1
     client_uuid: str | None = None
     episode_type: ClaimType = "any"
-    pool: str = TRAINER_POOL
-    """The trainer's pool, or the `client_uuid` of a client that registers episodes."""
-
+    pool: str = TRAINER_POOL  # The trainer's, or the `client_uuid` of a client that registers episodes.
+    # Seconds without activity after which claims lose their lease.
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    """Seconds without activity after which the lease of this worker's claims expires."""
-
-    exit_with_parent: bool = False
-    """Whether the worker stops when standard input, a pipe from its parent, closes."""
-
-    grace_s: float = DEFAULT_GRACE_S
-    """Seconds for running episodes to finish after SIGTERM. The rest is handed back."""
-
-    give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S
-    """Seconds to wait for an unreachable server. None: no limit."""
-
-    token: str | None = field(default=None, repr=False)
-    """Token of the client role; None if the server requires none."""
+    exit_with_parent: bool = False  # Stop when standard input, a pipe from the parent, closes.
+    grace_s: float = DEFAULT_GRACE_S  # For running episodes after SIGTERM.
+    give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S  # For an unreachable server. None: no limit.
+    token: str | None = field(default=None, repr=False)  # None if the server requires none.
 
 
 def run_worker(options: WorkerOptions) -> RunStatistics:
     """Run episodes until stopped.
 
     Raises WorkerError for a script or task that cannot be run or an episode of another task,
-    ServerUnreachableError if the server stays unreachable, RequestRefusedError if it refuses this
-    client.
+    ServerUnreachableError, or RequestRefusedError.
     """
     statistics, _ = asyncio.run(_run(options, []))
     return statistics
 
 
 def worker_process(options: WorkerOptions) -> int:
-    """Run a worker and return the exit code of its process.
+    """Return the exit code: `INTERRUPTED` after a signal, 1 if the run failed, otherwise 0.
 
-    0 means that the run is finished, `INTERRUPTED` that a signal arrived, and 1 that the run failed
-    (except for the run's own workers, which it stops). A supervisor must know whether work is left: a
-    Kubernetes Job is complete when one of its pods exits with 0.
+    A supervisor must know whether work is left: a Kubernetes Job is complete when one pod exits with 0. The
+    run's own workers do not report its failure.
     """
     signals = list[signal.Signals]()
     _, has_failed = asyncio.run(_run(options, signals))
@@ -156,10 +135,7 @@ async def open_runner(
     client: AsyncTinkerScriptClient | None = None,
     endpoint: ChatEndpoint | None = None,
 ) -> AsyncGenerator[Runner]:
-    """Yield the runner for `options`. `client` and `endpoint` reach a server in this process.
-
-    Raises WorkerError for a script or task that cannot be run.
-    """
+    """`client` and `endpoint` reach a server in this process. Raises WorkerError."""
     async with AsyncExitStack() as stack:
         rollout = await _rollout(options, stack, endpoint)
         yield Runner(
@@ -246,20 +222,16 @@ def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> T
 def tasks_with_args(
     tasks: Sequence[str], args: Sequence[Mapping[str, JsonValue]]
 ) -> dict[str, Mapping[str, JsonValue]]:
-    """Pair each task with the arguments in the same position. Missing arguments are empty.
-
-    Raises WorkerError for more arguments than tasks, or for a repeated task.
-    """
+    """Pair tasks and arguments by position. Raises WorkerError for too many, or a repeated task."""
     if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
         raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
     return {task: args[i] if i < len(args) else {} for i, task in enumerate(tasks)}
 
 
 def load_rollout(script: str | Path) -> RolloutFunction:
-    """Return the `rollout` function of a script, plain or async.
+    """Return the `rollout` function of a script, with its folder first in `sys.path`, as when Python runs it.
 
-    Its folder comes first in `sys.path`, as when Python runs it. Raises WorkerError for a missing file
-    or function, with the existing ones, and for a script that cannot be imported.
+    Raises WorkerError for a missing file or function, or a script that cannot be imported.
     """
     path = Path(script).expanduser().resolve()
     module = load_module(path)
@@ -280,10 +252,7 @@ def load_rollout(script: str | Path) -> RolloutFunction:
 
 
 class TaskRollout:
-    """A rollout function for `tinkerscript.client.run` that runs one episode per call.
-
-    Calls may be concurrent, inside its `async with` block.
-    """
+    """A rollout function for `tinkerscript.client.run`. Calls may be concurrent, inside its block."""
 
     def __init__(
         self,
@@ -292,15 +261,9 @@ class TaskRollout:
         held_out: Mapping[str, Task] | None = None,
         endpoint: ChatEndpoint | None = None,
     ) -> None:
-        """`tasks` maps names to tasks. An episode names its task in `payload["task"]`, with or without its
-        folder.
-
-        `held_out` has tasks with other arguments, for evaluations. `endpoint` replaces the model
-        endpoint.
-        """
+        """`held_out` has different tasks for evaluations. `endpoint` replaces the model endpoint."""
         others = held_out or {}
-        self._tasks: dict[str, tuple[Task, Task]] = {}
-        """The task for training, and the task for evaluation."""
+        self._tasks: dict[str, tuple[Task, Task]] = {}  # For training and for evaluation.
 
         for name, task in tasks.items():
             self._tasks[name] = self._tasks[task.task_id] = task, others.get(name, task)
@@ -329,11 +292,8 @@ class TaskRollout:
         await self._stack.aclose()
 
     async def __call__(self, episode: Episode) -> RolloutResult:
-        """Run the episode's sample and score it.
-
-        Raises WrongTaskError, WorkerError for a payload without a task or a sample, and the exceptions
-        of the task's rollout.
-        """
+        """Raises WrongTaskError, WorkerError for a payload without a task or a sample, and the rollout's
+        exceptions."""
         task, sample = self._found(episode)
         model = EpisodeModel(
             base_url=episode.openai_base_url,

@@ -1,8 +1,7 @@
 """`Session` holds the conversations of one claim and makes their prompts.
 
-Invariant: a prompt that continues a call starts with that call's prompt and sampled ids, byte for byte.
-Every other prompt is a new root with a reason (`FORK_REASONS`). Calls of a claim may run concurrently,
-so work in threads only reads immutable data.
+Invariant: a prompt that continues a call starts with that call's prompt and sampled ids, byte for byte. Every
+other prompt is a new root with a reason (`FORK_REASONS`). Work in threads only reads immutable data.
 """
 
 from __future__ import annotations
@@ -45,23 +44,18 @@ _encode = msgspec.json.Encoder().encode
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_PROMPT = 8_192
-"""The size in bytes from which text or ids are processed in a thread: about 2,000 tokens, or a
-millisecond."""
+LONG_PROMPT = 8_192  # Bytes (about a millisecond) from which work is done in a thread.
+LONG_HISTORY = 2**18  # The same for comparing text with earlier calls.
 
-LONG_HISTORY = 2**18
-"""The size in bytes from which text is compared with earlier calls in a thread."""
-
-# Everything except encoding holds the GIL, so that more threads would delay the event loop.
+# Encoding releases the GIL; more threads for the rest would delay the event loop.
 _THREADS = ThreadPoolExecutor(2, "long prompts")
 
 
 class ConversationRenderer(Protocol):
-    """Makes the ids of prompts. They are empty for a model with unknown ids."""
+    """Makes the ids of prompts, or none for a model with unknown ids."""
 
     tokenizer: LightTokenizer
-    max_context: int
-    """The maximum length of prompt and reply together, in tokens."""
+    max_context: int  # Tokens of prompt and reply together.
 
     @property
     def uses_template(self) -> bool: ...
@@ -95,9 +89,9 @@ class Session:
         return session
 
     def plan(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
-        """Find the call that `messages` continue, and make the prompt. The turn is in flight until `release`.
+        """Make the prompt, in flight until `release`.
 
-        Raises GatewayError 400 `context_length_exceeded` if the context has no room for a reply.
+        Raises GatewayError 400 `context_length_exceeded` if there is no room for a reply.
         """
         with self._placed(messages, tools, _keys_of(messages, tools)) as place:
             return self._started(self._turn(place, place.prompt(self._renderer)), "messages")
@@ -105,10 +99,7 @@ class Session:
     async def plan_async(
         self, messages: list[ChatMessage], tools: list[Tool], *, starts: bool = True
     ) -> Turn:
-        """Like `plan`, but process long messages in a thread.
-
-        Without `starts`, the turn is not in flight and may be too long.
-        """
+        """Process long messages in a thread. Without `starts`, the turn may be too long."""
         is_long = text_size(messages) >= LONG_HISTORY
         keys = await in_thread_if(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys) as place:
@@ -119,7 +110,7 @@ class Session:
             return self._started(turn, "messages") if starts else turn
 
     async def plan_ids(self, prompt: bytes) -> Turn:
-        """Like `plan`, for a prompt given as ids (int32)."""
+        """Like `plan`, for a prompt of int32 ids."""
         messages, texts = await in_thread_if(len(prompt) >= LONG_PROMPT, self._message_of, prompt)
         node = self._prompts.find(prompt)
         turn = Turn(
@@ -155,11 +146,8 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Label the turns of a request before they are recorded.
-
-        Of parallel requests only one is the first of the claim. Turns that had nothing to continue when
-        they were planned get their fork reason here.
-        """
+        """Give turns their fork reasons. Only now is it known which of parallel requests is the claim's
+        first."""
         labelled: list[Turn] = []
         for turn in turns:
             if turn.parent is None and turn.fork_reason is None:
@@ -178,19 +166,17 @@ class Session:
         return reason or (NEW_CONVERSATION if self._recording else None)
 
     def release(self, turn: Turn) -> None:
-        """End the request of a planned turn."""
         self._recording = [each for each in self._recording if each.prompt is not turn.prompt]
         if turn.parent:
             turn.parent.pending -= 1
 
     async def prompt_tokens(self, messages: list[ChatMessage], tools: list[Tool]) -> int:
-        """Return the length in tokens of the prompt that `plan` would make, without side effects."""
         return len((await self.plan_async(messages, tools, starts=False)).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
         """Return the conversation up to and including a call, with call ids in the replies.
 
-        Raises GatewayError 400 `previous_response_not_found` unless this claim recorded the call.
+        Raises GatewayError 400 `previous_response_not_found` for an unknown call.
         """
         node = self._messages.call(call_id)
         if node is None:
@@ -204,13 +190,13 @@ class Session:
         return messages
 
     def prompt_of(self, call_id: str) -> bytes:
-        """Return the whole prompt of a recorded call (int32). Raises KeyError."""
+        """Raises KeyError."""
         node = self._recorded(call_id)
         stream = node.stream()
         return stream[: len(stream) - len(node.sampled)]
 
     def reply_of(self, call_id: str) -> ChatMessage:
-        """Return the message of a recorded call. Raises KeyError."""
+        """Raises KeyError."""
         return self._recorded(call_id).reply
 
     def add(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
@@ -293,12 +279,10 @@ class Session:
 
 
 class _Prompt(NamedTuple):
-    """The ids of a prompt (int32); with `extends`, only those after the call it continues."""
-
+    # int32; with `extends`, only what follows the call it continues.
     ids: bytes
     extends: bool
-    texts: tuple[str, str]
-    """The new messages and the tools as recorded JSON."""
+    texts: tuple[str, str]  # The new messages and the tools as recorded JSON.
 
 
 class _Keys(NamedTuple):
@@ -307,7 +291,7 @@ class _Keys(NamedTuple):
 
 
 class _Place:
-    """The place of messages in the tree of calls. It is immutable, so that threads may read it."""
+    """Where messages belong in the tree. Immutable, so that threads may read it."""
 
     def __init__(self, path: MessagePath, tools: list[Tool], node: Node | None) -> None:
         self.path = path
@@ -324,7 +308,7 @@ class _Place:
         return len(self.node.new_prompt) + len(self.node.sampled) + text_size(self.new_messages)
 
     def prompt(self, renderer: ConversationRenderer) -> _Prompt:
-        """Render and encode the prompt, possibly in a thread. Raises GatewayError 400."""
+        """May run in a thread. Raises GatewayError 400."""
         if self.node:
             tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()
             new_ids = renderer.extend(tail, sampled, self.new_messages, self.node.tools, self.node.messages)
@@ -343,7 +327,6 @@ def _texts_of(messages: list[ChatMessage], tools: list[Tool]) -> tuple[str, str]
 
 
 async def in_thread_if(is_long: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `work`, in a thread if `is_long` so that the event loop is not blocked."""
     if not is_long:
         return work(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, partial(work, *args, **kwargs))

@@ -1,28 +1,22 @@
 """The calls of a claim as a tree of token buffers, and the search for a request's place in it.
 
-Each `Node` stores only the ids that are new since its parent. Invariant: `Node.stream` is exactly what
-the model saw and sampled, from the first prompt on.
+Invariant: `Node.stream` is exactly what the model saw and sampled, from the first prompt on.
 
-Chat requests are matched by their messages. A conversation is a path of message keys (`chat_messages`)
-in a trie, and a call's reply ends a path:
+Chat requests are matched by their messages. A conversation is a path of message keys (`chat_messages`) in a
+trie, and a call's reply ends a path:
 
     system -> user -> reply of call 1 -> tool -> reply of call 2 -> ...
 
-A request continues a call with a path that equals its messages up to its last assistant message, with
-the same tools. Content decides which calls qualify; ids only choose among them:
+A request continues a call if that path equals its messages up to the last assistant message, with the same
+tools. Content decides which calls qualify; ids only choose among them:
 
-- If an assistant message carries an id that we issued (the message's or a tool call's), it must be the
-  reply of that call, or the history is edited. An id never excuses different content.
+- An assistant message with an id that we issued must be that call's reply.
 - Reasoning may be dropped. If it is sent back, it must be what was sampled.
 - Of several matching calls, the first that no other call continues, recorded or in flight, is chosen.
   Parallel conversations with equal messages therefore continue one call each.
 
-Invariant: `find` returns a call with a conversation that the request repeats entirely. It costs one
-look-up per message and one step per turn for each candidate; memory is linear in the text.
-
-Text completions are matched by ids. A prompt continues the longest stream (prompt and sampled ids) that
-it starts with; among equal streams, the first that no call continues. A look-up costs one step per
-stream length and one comparison.
+Text completions are matched by ids. A prompt continues the longest stream (prompt and sampled ids) that it
+starts with; among equal streams, the first that no call continues.
 """
 
 from __future__ import annotations
@@ -43,58 +37,23 @@ from tinkerscript.gateway.chat_messages import (
 )
 from tinkerscript.rollouts.call import MatchedBy
 
-PROMPT = "prompt"
-"""The role of the message that stands for a prompt of text or ids. No chat uses it."""
+PROMPT = "prompt"  # Stands for a prompt of text or ids. No chat uses it.
 
 
+# The messages belong to no known conversation, as in a subagent's first call.
 NEW_CONVERSATION = "new_conversation"
-"""The messages belong to no known conversation, as in a subagent's first call."""
-
-
-SAMPLED_AGAIN = "sampled_again"
-"""The same messages were requested before, as by a parallel sample or a retry after delivery."""
-
-
-NO_NEW_MESSAGES = "no_new_messages"
-"""The messages end with the assistant's reply."""
-
-
+SAMPLED_AGAIN = "sampled_again"  # The same messages were requested before, as by a parallel sample.
+NO_NEW_MESSAGES = "no_new_messages"  # The messages end with the assistant's reply.
 TOOLS_CHANGED = "tools_changed"
-"""The conversation is known, but with other tools."""
-
-
 SYSTEM_CHANGED = "system_changed"
-"""The conversation is known, but with another system message at its start."""
-
-
+# Earlier messages were dropped or replaced by fewer (truncation, compaction).
 HISTORY_SHORTENED = "history_shortened"
-"""Earlier messages were dropped or replaced by fewer (truncation, compaction)."""
-
-
-TOOL_RESULT_EDITED = "tool_result_edited"
-"""The first message that differs is a tool result."""
-
-
-TEXT_DROPPED = "text_dropped"
-"""The first message that differs is a reply whose tool calls came back without its text."""
-
-
-REASONING_EDITED = "reasoning_edited"
-"""Reasoning came back changed. Dropping reasoning does not fork."""
-
-
-HISTORY_EDITED = "history_edited"
-"""The conversation is known, but a message differs from what was sent or sampled."""
-
-
-RENDERER_REFUSED = "renderer_refused"
-"""The chat format cannot continue from what was sampled."""
-
-
-TEMPLATE_REWRITES = "template_rewrites"
-"""The model's chat template rewrites earlier messages when new ones follow: it strips reasoning, moves
-tools, or ends a turn differently."""
-
+TOOL_RESULT_EDITED = "tool_result_edited"  # The first message that differs is a tool result.
+TEXT_DROPPED = "text_dropped"  # A reply's tool calls came back without its text.
+REASONING_EDITED = "reasoning_edited"  # Dropping reasoning does not fork.
+HISTORY_EDITED = "history_edited"  # Any other difference.
+RENDERER_REFUSED = "renderer_refused"  # The chat format cannot continue from what was sampled.
+TEMPLATE_REWRITES = "template_rewrites"  # The chat template changes earlier messages when new ones follow.
 
 FORK_REASONS = (
     NEW_CONVERSATION,
@@ -124,31 +83,17 @@ class Conversation(NamedTuple):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt and its place in the tree."""
-
-    parent: Node | None
-    """The call that the prompt extends, or None for a fork with a fully rendered prompt."""
-
-    prompt: bytes
-    """The whole prompt (int32)."""
-
-    new_prompt: bytes
-    """The part of the prompt after the parent's prompt and sampled ids (int32)."""
-
+    parent: Node | None  # None for a fork with a fully rendered prompt.
+    prompt: bytes  # int32, the whole prompt.
+    new_prompt: bytes  # int32, what follows the parent's prompt and sampled ids.
     matched_by: MatchedBy | None = None
+    # One of `FORK_REASONS`; None if the prompt extends a call or is the claim's first.
     fork_reason: str | None
-    """One of `FORK_REASONS`, or None if the prompt extends a call or is the first of its claim."""
-
     new_messages: list[ChatMessage]
     tools: list[Tool]
-    reply_index: int
-    """Index of the reply among the messages of the conversation."""
-
-    keys: Sequence[Hashable] = ()
-    """Keys of `new_messages`; empty if not computed yet."""
-
-    texts: tuple[str, str] = ("", "")
-    """`new_messages` and `tools` as recorded JSON, or empty for a turn that is not recorded."""
+    reply_index: int  # The reply's index in the conversation.
+    keys: Sequence[Hashable] = ()  # The keys of `new_messages`; empty if not computed yet.
+    texts: tuple[str, str] = ("", "")  # `new_messages` and `tools` as recorded JSON; empty if not recorded.
 
 
 class Node:
@@ -163,25 +108,21 @@ class Node:
         self.tools_key = turn.parent.tools_key if turn.parent else tools_key(turn.tools)
         self.reply_index = turn.reply_index
         before = turn.parent.reply if turn.parent else None
+        # Kept, because computing them reads long tool arguments.
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
-        """The keys of the messages with the reply. They are kept because computing them reads long tool
-        arguments."""
-
+        # Assistant messages that the caller wrote. Only a root has any.
         self.written = [
             (index, reasoning_of(message))
             for index, message in enumerate(turn.new_messages)
             if message["role"] == "assistant"
         ]
-        """Index and reasoning of assistant messages that the caller wrote. Only a root has any."""
 
-        self.state = ROOT_STATE
-        """The trie state after the reply; `MessageIndex` sets it."""
-
+        self.state = ROOT_STATE  # The trie state after the reply; `MessageIndex` sets it.
         self.extended = False
         self.pending = 0
 
     def stream(self) -> bytes:
-        """Return the token buffer: the whole prompt and the sampled ids (int32)."""
+        """Return the whole prompt and the sampled ids (int32)."""
         parts: list[bytes] = []
         node: Node | None = self
         while node is not None:
@@ -208,46 +149,31 @@ _TAIL = 32
 
 
 class MessagePath(NamedTuple):
-    """The part of the recorded conversations that the messages of one request follow."""
-
     messages: list[ChatMessage]
     keys: list[Hashable]
     tools_key: bytes
-    history_length: int
-    """The number of messages up to the last assistant message, or 0."""
-
-    states: list[int]
-    """The trie states before, between and after the messages, as far as they exist."""
+    history_length: int  # The messages up to the last assistant message, or 0.
+    states: list[int]  # Trie states before, between and after the messages, as far as they exist.
 
     @property
     def history_state(self) -> int | None:
-        """The state after the last assistant message, or None if no conversation reached it."""
         return self.states[self.history_length] if self.history_length < len(self.states) else None
 
     @property
     def end_state(self) -> int | None:
-        """The state after all messages, or None if no conversation reached it."""
         return self.states[-1] if len(self.states) > len(self.messages) else None
 
 
 class MessageIndex:
     def __init__(self) -> None:
-        # The next trie state by state and message key.
+        # The next state, by state and message key.
         self._edges: dict[tuple[int, Hashable], int] = {}
-
-        # The calls with replies that lead to a state.
         self._replies: dict[int, list[Node]] = {}
-
-        # The keys of the tools with which a reply was sampled from a state.
         self._prompted: dict[int, set[bytes]] = {}
-
-        # The last call with a path through a state.
-        self._through: dict[int, Node] = {}
-
-        # Calls by their id or the id of a tool call.
+        self._through: dict[int, Node] = {}  # The last call with a path through a state.
+        # Keys are call ids and tool call ids.
         self._named: dict[str, Node] = {}
-
-        # The last call by the key of the message before (None: any) and the key of the reply.
+        # By the keys of the message before (None: any) and the reply.
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
 
     def add(self, node: Node) -> None:
@@ -272,7 +198,6 @@ class MessageIndex:
     def walk(
         self, messages: list[ChatMessage], tools_key: bytes, keys: list[Hashable] | None = None
     ) -> MessagePath:
-        """Follow the recorded conversations as far as `messages` do."""
         keys = list(message_keys(messages)) if keys is None else keys
         states = [ROOT_STATE]
         for key in keys:
@@ -292,14 +217,13 @@ class MessageIndex:
         return last
 
     def named_in(self, message: ChatMessage) -> Node | None:
-        """Return the first call that a message names by one of our ids."""
         for name in given_ids(message):
             if name in self._named:
                 return self._named[name]
         return None
 
     def fork_reason(self, path: MessagePath) -> str | None:
-        """Return why a request continues no call, or None for the first request of a claim."""
+        """Returns None for the claim's first request."""
         if not self._edges:
             return None
         if path.history_length == len(path.messages) and self.find(path):
@@ -316,7 +240,6 @@ class MessageIndex:
         return self._edit(path)
 
     def _agrees(self, node: Node, messages: Sequence[ChatMessage]) -> bool:
-        """Return whether ids and reasoning in `messages` match the calls up to `node`."""
         current: Node | None = node
         while current is not None:
             given = messages[current.reply_index]
@@ -352,7 +275,7 @@ class MessageIndex:
         return reason or HISTORY_EDITED
 
     def _edit_of_equal_reply(self, history: Conversation) -> str | None:
-        # Equal replies may be a coincidence. If only the reply matches, only missing messages count.
+        # Equal replies may be a coincidence, so only missing messages count.
         *_, before, reply = (None, None, *history.keys)
         if known := self._by_reply.get((before, reply)):
             return edit_reason(known.conversation(), history)
@@ -363,11 +286,9 @@ class MessageIndex:
 
 
 class PromptIndex:
-    """Finds the recorded calls of one claim by their token ids."""
-
     def __init__(self) -> None:
         self._unindexed: list[Node] = []
-        # Calls by a stream's length in bytes and its last `_TAIL` bytes.
+        # By a stream's length in bytes and its last `_TAIL` bytes.
         self._by_end: dict[int, dict[bytes, list[Node]]] = {}
         self._prompts: set[int] = set()
 
@@ -387,7 +308,6 @@ class PromptIndex:
         return None
 
     def fork_reason(self, prompt: bytes) -> str | None:
-        """Return why `prompt` continues no call, or None for the first one of a claim."""
         self._index()
         if not self._by_end:
             return None
@@ -410,10 +330,7 @@ def _history_length(messages: Sequence[ChatMessage]) -> int:
 
 
 def edit_reason(known: Conversation, given: Conversation) -> str | None:
-    """Return how `given` differs from the conversation `known`, or None.
-
-    Both end with the same reply, or where the shorter one ends. The first difference decides.
-    """
+    """Return how `given` differs from the conversation `known`, or None. The first difference decides."""
     if _only_system_differs(known, given):
         return SYSTEM_CHANGED
     pairs = zip(known.messages, given.messages, known.keys, given.keys, strict=False)

@@ -1,8 +1,4 @@
-"""The table of wire formats of the gateway.
-
-To add one, write its `Dialect` in a module and add it to `DIALECTS`. The routes, API documentation and
-error format follow.
-"""
+"""The gateway's wire formats. To add one, write its `Dialect` and add it to `DIALECTS`."""
 
 from __future__ import annotations
 
@@ -37,4 +33,4 @@ REFUSAL_BODIES: Mapping[str, Callable[[int, str], dict[str, Any]]] = {
     "/v1/": OpenAIDialect.error_body,
     f"{AGENT_PREFIX}/v1/": OpenAIDialect.error_body,
 }
-"""Functions from HTTP status and reason to the body of a refusal, by path prefix, longest first."""
+"""By path prefix, longest first."""

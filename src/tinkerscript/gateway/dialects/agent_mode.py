@@ -1,8 +1,7 @@
 """Agent mode ignores fields that coding agents send whether or not a server honors them.
 
-Under `/agent`, every route in `AGENT_FIELDS` drops those fields before it parses the request.
-Invariants: dropped fields are recorded with the call (`Call.ignored`) and counted in the alignment
-report; any other unknown field is refused.
+Routes under `/agent` drop `AGENT_FIELDS`. Invariants: dropped fields are recorded with the call
+(`Call.ignored`) and counted in the alignment report; any other unknown field is refused.
 
 Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-swe-agent 2.4.
 """
@@ -16,12 +15,8 @@ import msgspec
 
 from tinkerscript.errors import GatewayError
 
-AGENT_PREFIX = "/agent"
-"""The prefix of routes in agent mode. An agent's base URL is `http://HOST/agent/v1`."""
-
-SIDE_MODEL = "side"
-"""The model that agents request for side tasks, such as a title or a summary."""
-
+AGENT_PREFIX = "/agent"  # An agent's base URL is `http://HOST/agent/v1`.
+SIDE_MODEL = "side"  # Agents request it for side tasks, such as a title.
 AGENT_FIELDS: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": (
         "reasoning_effort",
@@ -62,11 +57,9 @@ AGENT_FIELDS: Mapping[str, Sequence[str]] = {
         "tools[type=web_search_20250305]",
     ),
 }
-"""The fields to drop from requests, by path of the route.
+"""`a.b` is a field of an object, `a[].b` of each element of a list; `a[type=b]` is the elements of this type.
 
-`a.b` is a field of an object, `a[].b` a field of each element of a list, and `a[type=b]` the elements
-of a list with this type. Tools of such types run on the provider's servers, so the model does not see
-them.
+Tools of such types would run on the provider's servers, so the model does not see them.
 """
 
 _DECODER = msgspec.json.Decoder()
@@ -74,10 +67,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
-    """Drop the fields in `AGENT_FIELDS` from a request, and return the names of the set ones.
-
-    Raises GatewayError 400 for a body that is not JSON.
-    """
+    """Return the request and the fields that were dropped. Raises GatewayError 400 for bad JSON."""
     try:
         request = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,15 +1,14 @@
-"""Anthropic Messages: the route, its replies, events and errors. `anthropic_request` parses requests.
+"""Anthropic Messages: the route, its replies, events and errors.
 
-Our extension `return_token_ids` adds `prompt_token_ids` and `token_ids` (with a grammar also
-`constrained`) to the reply, or to the first and last event of a stream. The signature of a thinking
-block is its message's id, so that the session finds the reply again. It proves nothing: texts are
-compared, and edited thinking makes a fork.
+Our extension `return_token_ids` adds `prompt_token_ids` and `token_ids` (with a grammar also `constrained`)
+to the reply, or to a stream's first and last event. A thinking block's signature is its message's id, by
+which the session finds the reply again. It proves nothing: edited thinking still forks.
 
-Invariant: content blocks come one after another, and their deltas add up to the content of the whole
-reply. Tool calls come last, each in one delta.
+Invariant: content blocks come one after another, and their deltas add up to the reply's content. Tool calls
+come last, each in one delta.
 
-Source: https://docs.anthropic.com/en/api/messages,
-https://docs.anthropic.com/en/api/messages-streaming, https://docs.anthropic.com/en/api/errors
+Source: https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/api/messages-streaming,
+https://docs.anthropic.com/en/api/errors
 """
 
 from __future__ import annotations
@@ -57,14 +56,13 @@ _ERROR_TYPES = {
 
 
 def message_id(call_id: str) -> str:
-    """Return the id of a message, which is also the signature of its thinking."""
     return f"{MESSAGE_PREFIX}{call_id}"
 
 
 def message_of(
     tokenizer: LightTokenizer, call: MessagesCall, header: ReplyHeader, choice: Choice | None
 ) -> dict[str, Any]:
-    """Return the reply, or without a choice the message that starts a stream."""
+    """Without a choice, this is the message that starts a stream."""
     message: dict[str, Any] = {
         "id": message_id(header.call_id),
         "type": "message",
@@ -96,14 +94,12 @@ def _tool_use_block(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop_of(tokenizer: LightTokenizer, call: ModelCall, choice: Choice | None) -> dict[str, Any]:
-    """Return `stop_reason`, and `stop_sequence` if the model sampled one."""
     if choice and (matched := _matched_stop(tokenizer, choice, call.stop)):
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
     return {"stop_reason": _STOP_REASONS[choice.finish_reason] if choice else None, "stop_sequence": None}
 
 
 def usage_of(tokenizer: LightTokenizer, prompt_tokens: int, choice: Choice | None) -> dict[str, Any]:
-    """Return token counts; without a choice, only the prompt's."""
     usage: dict[str, Any] = {
         "input_tokens": prompt_tokens,
         "output_tokens": choice.num_tokens if choice else 0,
@@ -224,7 +220,6 @@ class AnthropicMessages(TokenCounter[MessagesCall]):
     def error_body(
         status: int, message: str, *, code: str | None = None, param: str | None = None
     ) -> dict[str, Any]:
-        """Write an error in Anthropic's form, with our stable code as `error_code`."""
         # Programs recognize this error by its first words.
         message = f"prompt is too long: {message}" if code == "context_length_exceeded" else message
         kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")

@@ -1,14 +1,10 @@
 """Anthropic Messages: requests for a message and for the token count of its prompt.
 
-Accepted and ignored: `cache_control`, `metadata`, a tool's `strict` (arguments stay as sampled) and
-`eager_input_streaming`, and the headers `anthropic-version` and `anthropic-beta`. `thinking` only
-decides what is shown: thinking blocks for `enabled` and `adaptive`, nothing for `disabled` or null. The
-model reasons as it was trained to, and everything is recorded. As at Anthropic, `budget_tokens` is a
-target and `max_tokens` the limit.
+`thinking` only decides whether thinking is shown: the model reasons as trained, and everything is recorded.
+As at Anthropic, `budget_tokens` is a target and `max_tokens` the limit.
 
-Invariant: the blocks of a reply, sent back unchanged, become the message that was sampled. Tool-use ids
-are kept, text blocks are concatenated, and thinking may be left out; its signature names the reply.
-Other blocks are refused by type.
+Invariant: the blocks of a reply, sent back unchanged, become the message that was sampled. Thinking may be
+left out; its signature names the reply.
 
 Source: https://docs.anthropic.com/en/api/messages
 """
@@ -44,8 +40,6 @@ from tinkerscript.gateway.dialects.validation import (
 from tinkerscript.limits import MESSAGES, STOPS, TOOLS
 
 MESSAGE_PREFIX = "msg_"
-"""The prefix of a message's id before the call's id."""
-
 Blocks = str | list[dict[str, Any]]
 
 
@@ -88,7 +82,7 @@ class _ToolDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1)]
     input_schema: dict[str, Any]
     description: str | None = None
-    # Accepted and ignored: arguments stay as the model sampled them.
+    # Ignored: arguments stay as the model sampled them.
     type: str = "custom"
     strict: bool = False
     cache_control: dict[str, Any] | None = None
@@ -105,8 +99,7 @@ class MessagesCall(ModelCall, frozen=True, kw_only=True):
         "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     }
 
-    show_thinking: bool = False
-    """Whether the reply has thinking blocks. Reasoning is sampled and recorded regardless."""
+    show_thinking: bool = False  # Reasoning is sampled and recorded regardless.
 
 
 class _Thinking(Struct, forbid_unknown_fields=True):
@@ -169,7 +162,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> MessagesCall:
-    """Parse a request. Raises GatewayError 400 with the invalid or unsupported field."""
+    """Raises GatewayError 400 with the field."""
     request = decode(_REQUEST, body)
     _refuse_thread(request)
     stops = request.stop_sequences or []
@@ -188,7 +181,6 @@ def parse_request(body: bytes) -> MessagesCall:
 
 
 def parse_count(body: bytes) -> MessagesCall:
-    """Parse a request to count tokens. Raises GatewayError 400 with the invalid or unsupported field."""
     prompt = decode(_PROMPT, body)
     return MessagesCall(**_prompt_arguments(prompt))
 
@@ -242,7 +234,7 @@ def _shows_thinking(thinking: _Thinking | None) -> bool:
 
 
 def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None) -> list[ChatMessage]:
-    """Normalize a conversation. Raises GatewayError 400 for unsupported content."""
+    """Raises GatewayError 400 for unsupported content."""
     normalized: list[ChatMessage] = []
     if system:
         normalized.append({"role": "system", "content": _text(system, "system")})
@@ -265,7 +257,7 @@ def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Normalize tools. Raises GatewayError 400 for tools that Anthropic's servers would run."""
+    """Raises GatewayError 400 for tools that Anthropic runs."""
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 
@@ -299,8 +291,7 @@ def _tool_result(block: dict[str, Any], where: str) -> ChatMessage:
     content = _text(result.content, f"{where}.content")
     message: ChatMessage = {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
     if result.is_error:
-        # The flag is only recorded: chat formats have no field for it, and nothing is added to the
-        # text.
+        # Only recorded: chat formats have no field for it.
         message["is_error"] = True
     return message
 

@@ -1,9 +1,8 @@
-"""OpenAI chat completions. Every field is honored, or refused by name.
+"""OpenAI chat completions.
 
-Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` to the reply and
-`token_ids` to each choice (with a grammar also `constrained`, its `TokenConstraint`s). Logprob entries
-always have a `token_id`. `developer` messages become system messages. A tool's `strict` is not
-enforced: unless `tool_choice` requires a call, arguments stay as sampled.
+Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` to the reply and `token_ids`
+(with a grammar also `constrained`) to each choice. `developer` messages become system messages. A tool's
+`strict` is not enforced: unless `tool_choice` requires a call, arguments stay as sampled.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
@@ -52,7 +51,7 @@ from tinkerscript.tokenizer import LightTokenizer
 class _Function(Struct, forbid_unknown_fields=True):
     name: str
     arguments: str = ""
-    # The `openai` client repeats the arguments here in messages that it streamed or parsed.
+    # The `openai` client adds this to messages that it streamed or parsed.
     parsed_arguments: Any = None
 
 
@@ -75,7 +74,7 @@ class _Message(Struct, forbid_unknown_fields=True):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    # The `openai` client repeats the content here in messages that it streamed or parsed.
+    # The `openai` client adds this too.
     parsed: Any = None
 
 
@@ -136,7 +135,7 @@ _CHAT = msgspec.json.Decoder(_Chat)
 
 
 def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
-    """Parse the messages and tools of a JSON object in a request's form. Raises GatewayError 400."""
+    """Raises GatewayError 400."""
     return _normalized_chat(decode(_CHAT, data))
 
 

@@ -1,7 +1,7 @@
 """OpenAI's older text completions, without a chat format or a BOS token.
 
-Text prompts are encoded unchanged, and prompts of ids are used unchanged. Our extensions are `top_k`
-and `return_token_ids`, which adds `token_ids` and `prompt_token_ids` to each choice.
+Prompts are encoded unchanged. Our extensions are `top_k` and `return_token_ids`, which adds `token_ids` and
+`prompt_token_ids` to each choice.
 
 Source: https://platform.openai.com/docs/api-reference/completions
 """
@@ -107,9 +107,9 @@ class _ChoiceWriter:
         offsets = self.offsets.setdefault(index, _TextOffsets(self.tokenizer))
         return {
             "tokens": [decode(token) for token in ids],
-            "token_ids": ids,  # Our extension, as in chat completions.
+            "token_ids": ids,  # Our extension.
             "token_logprobs": unpack_logprobs(tokens.logprobs).tolist(),
-            # The keys are texts. Of ids with the same text, the most likely one wins.
+            # The most likely of several ids with the same text wins.
             "top_logprobs": [
                 dict(reversed(most_likely[position * top : (position + 1) * top]))
                 for position in range(len(ids))

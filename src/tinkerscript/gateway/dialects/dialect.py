@@ -1,7 +1,6 @@
 """`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`.
 
-A dialect parses requests and writes replies, events and errors. Invariants: fields that this server
-does not honor are refused by name, and no text is added to a prompt.
+Invariants: a field that this server does not honor is refused by name; prompts get no added text.
 """
 
 from __future__ import annotations
@@ -42,107 +41,76 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for the model in any wire format. None means that the caller did not set the field.
+    """A request in any wire format; None means not set."""
 
-    Dialects subclass it for further fields that their replies need.
-    """
-
+    # The wire format's names of fields that a sampler may refuse.
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {
         "required_tools": "tool_choice",
         "json_schema": "response_format",
         "parallel_tool_calls": "parallel_tool_calls",
     }
-    """The wire format's names of fields that a sampler may refuse."""
-
     model: str
-    messages: list[ChatMessage]
-    """The normalized messages, which are empty if and only if there are `prompts`."""
-
+    messages: list[ChatMessage]  # Empty if and only if there are `prompts`.
     tools: list[Tool]
     parse_tool_calls: bool
-    """Whether tool calls are parsed or stay text."""
+    """If false, tool calls stay text."""
 
     template_kwargs: dict[str, Any] = {}
     prompts: list[bytes] = []
     """Prompts as ids (int32) instead of messages. Each gets `n` plain-text completions."""
 
-    previous: str | None = None
-    """The id of an earlier call of the same claim that `messages` continue."""
-
-    store: bool = False
-    """Whether later requests may name the reply as `previous`. In an episode they always may."""
-
+    previous: str | None = None  # The call of this claim that `messages` continue.
+    store: bool = False  # Later requests may name the reply as `previous`. In an episode they always may.
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float = 1.0
-    top_k: int = -1
-    """-1 means no limit."""
-
+    top_k: int = -1  # -1: no limit.
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: list[str] = []
+    # They end the reply, like the end of a turn, and are not part of its text.
     stop_token_ids: list[int] = []
-    """Ids that end the reply besides those that end a turn. They are not part of its text."""
-
     logprobs: bool = False
-    top_logprobs: int = 0
-    """The number of most likely ids to report at each position."""
-
-    required_tools: list[str] = []
-    """The tools of which the reply must call one. If empty, the model decides."""
-
+    top_logprobs: int = 0  # How many of the most likely ids to report at each position.
+    required_tools: list[str] = []  # The reply must call one. If empty, the model decides.
     parallel_tool_calls: bool = True
     json_schema: dict[str, Any] | None = None
-    """The JSON schema of the reply, where `{"type": "object"}` is any object. The reply may also be a tool
-    call."""
+    """`{"type": "object"}` allows any object. The reply may also be a tool call."""
 
     return_token_ids: bool = False
     stream: bool = False
     stream_usage: bool = False
-    ignored: list[str] = []
-    """The fields that agent mode dropped (`AGENT_FIELDS`)."""
-
+    ignored: list[str] = []  # Fields that agent mode dropped (`AGENT_FIELDS`).
     side: bool = False
 
 
 class Choice(SampledTokens, frozen=True, kw_only=True):
     message: ChatMessage
     finish_reason: FinishReason
-    constrained: bytes = b""
-    """The effect of a grammar on each sampled id (uint8 `TokenConstraint`), or empty."""
-
-    reported_tokens: int = 0
-    """The token count of a server that returns no ids."""
+    constrained: bytes = b""  # uint8 `TokenConstraint` per sampled id, or empty without a grammar.
+    reported_tokens: int = 0  # The count of a server that returns no ids.
 
     @property
     def num_tokens(self) -> int:
         return len(self.sampled) // 4 or self.reported_tokens
 
     def token_fields(self) -> dict[str, list[int]]:
-        """Return our extension of a reply for callers that request token ids."""
         ids = unpack_ids(self.sampled).tolist()
         return {"token_ids": ids, **self.constraint_field()}
 
     def constraint_field(self) -> dict[str, list[int]]:
-        """Return our extension of the last event of a stream that has already sent the ids."""
+        # The stream has already sent the ids.
         return {"constrained": list(self.constrained)} if self.constrained else {}
 
 
 class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
-    call_id: str
-    """The id of the first choice's call."""
-
-    created: int
-    """Unix time in seconds."""
-
+    call_id: str  # The first choice's call.
+    created: int  # Unix time in seconds.
     model: str
-    prompt: bytes
-    """The ids of the first prompt (int32)."""
-
-    reported_prompt_tokens: int = 0
-    """The token count of a server that returns no ids."""
+    prompt: bytes  # int32 ids of the first prompt.
+    reported_prompt_tokens: int = 0  # The count of a server that returns no ids.
 
     @property
     def prompt_tokens(self) -> int:
@@ -150,22 +118,16 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(ReplyHeader, frozen=True, kw_only=True):
-    choices: list[Choice]
-    """The choices of all prompts, in the order of the prompts."""
-
-    policy_version: int
-    """The policy version, which is negative for weights that the run never published."""
+    choices: list[Choice]  # In the order of the prompts.
+    policy_version: int  # Negative for weights that the run never published.
 
 
 class MessageDelta(SampledTokens, frozen=True, kw_only=True):
-    """New text and tokens of one choice. They are not aligned, because text may be held back."""
+    """New text and tokens of one choice, not aligned, because text may be held back."""
 
     index: int
-    content: str = ""
-    """Text that can no longer change. The deltas add up to the message's content."""
-
+    content: str = ""  # Text that can no longer change.
     reasoning: str = ""
-    """Like `content`, for the message's reasoning."""
 
 
 class EventStream(ABC):
@@ -179,10 +141,7 @@ class EventStream(ABC):
 
     @abstractmethod
     def finish(self, completion: Completion) -> bytes:
-        """Return the last events: tool calls, the end of each choice, usage, the end of the stream.
-
-        By then `delta` has had all content, reasoning and ids, and the calls are recorded.
-        """
+        """Return the last events, after `delta` has had everything and the calls are recorded."""
 
     @abstractmethod
     def failure(self, error: GatewayError) -> bytes: ...
@@ -195,15 +154,13 @@ class Dialect(ABC, Generic[CallT]):
     """A wire format. A subclass's docstring is the API documentation of its route."""
 
     path: ClassVar[str]
-    """The path, such as `/v1/chat/completions`."""
 
     def __init__(self, tokenizer: LightTokenizer, *, agent_mode: bool = False) -> None:
-        """`tokenizer` encodes text prompts and decodes single tokens. `agent_mode` drops `AGENT_FIELDS`."""
         self.tokenizer = tokenizer
         self.agent_mode = agent_mode
 
     def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
-        """Parse a request with `parse`. Raises GatewayError 400, also for a call beyond one of `limits`."""
+        """Raises GatewayError 400, also for a call beyond one of `limits`."""
         if not self.agent_mode:
             return within_limits(parse(body))
         body, ignored = without_agent_fields(self.path, body)
@@ -212,7 +169,7 @@ class Dialect(ABC, Generic[CallT]):
 
     @abstractmethod
     def parse(self, body: bytes) -> CallT:
-        """Parse a request. Raises GatewayError 400 with the invalid or unsupported field."""
+        """Raises GatewayError 400 with the field."""
 
     @abstractmethod
     def reply(self, call: CallT, completion: Completion) -> dict[str, Any]: ...
@@ -233,20 +190,20 @@ class Dialect(ABC, Generic[CallT]):
 
 
 class TokenCounter(Dialect[CallT]):
-    """A dialect with a second route for the token count of a prompt."""
+    """A dialect with a second route that counts a prompt's tokens."""
 
     count_path: ClassVar[str]
 
     @abstractmethod
     def parse_count(self, body: bytes) -> CallT:
-        """Parse a request to count tokens. Raises GatewayError 400."""
+        """Raises GatewayError 400."""
 
     @abstractmethod
     def count_reply(self, tokens: int) -> dict[str, Any]: ...
 
 
 def within_limits(call: CallT) -> CallT:
-    """Return `call`. Raises GatewayError 400 if it exceeds a limit of every wire format."""
+    """Raise GatewayError 400 beyond a limit of every wire format."""
     limits.MODEL_CHARS.check(len(call.model))
     limits.PREVIOUS.check(len(call.previous or ""))
     limits.MESSAGES.check(len(call.messages))
@@ -282,26 +239,20 @@ def _check_tools(tools: list[Tool]) -> None:
         limits.TOOL_NAME.check(len(tool["function"]["name"]), f"tools[{index}].name")
     encoded = _ENCODER.encode(tools)
     limits.TOOLS_BYTES.check(len(encoded))
-    # Counting brackets bounds the depth, so that most values need no walk.
+    # Counting brackets bounds the depth without a walk.
     depth = limits.TOOLS_DEPTH
     if encoded.count(b"{") + encoded.count(b"[") > depth.limit and limits.depth_is_beyond(tools, depth.limit):
         raise depth.refusal(depth.limit + 1)
 
 
 def named_event(data: dict[str, Any]) -> bytes:
-    """Return a server-sent event named after its data's `type` (OpenAI Responses, Anthropic).
-
-    Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
-    """
+    """Source: https://html.spec.whatwg.org/multipage/server-sent-events.html"""
     name: str = data["type"]
     return b"event: " + name.encode() + b"\ndata: " + _ENCODER.encode(data) + b"\n\n"
 
 
 def reasoning_tokens(tokenizer: LightTokenizer, choice: Choice) -> int:
-    """Return the number of sampled ids that are reasoning, including markers.
-
-    If the reasoning was cut off these are all ids. For formats with another end marker the result is 0.
-    """
+    """Count the sampled ids that are reasoning, with markers; 0 for formats with another end marker."""
     marker = tokenizer.convert_tokens_to_ids(THINK_END)
     if marker is None or not choice.message.get("reasoning_content"):
         return 0

@@ -1,7 +1,4 @@
-"""Shared parts of OpenAI's formats: errors, request fields, logprob entries, usage, stream chunks.
-
-Source: https://platform.openai.com/docs/api-reference
-"""
+"""Shared parts of OpenAI's formats: errors, request fields, logprob entries, usage, stream chunks."""
 
 from __future__ import annotations
 
@@ -54,13 +51,10 @@ class OpenAIDialect(Dialect[CallT]):
 
 class _StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
-    """Random padding of chunks is not supported."""
+    include_obfuscation: Literal[False] | None = None  # We do not pad chunks.
 
 
 class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that chat and text completions share."""
-
     model: str
     n: Annotated[int, Meta(ge=1, le=CHOICES.limit)] | None = None
     max_tokens: MaxTokens | None = None
@@ -84,7 +78,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: Annotated[Any, Unsupported(0)] = None
 
     def shared_arguments(self) -> dict[str, Any]:
-        """Return these fields as arguments of `ModelCall`, except `max_tokens`. Raises GatewayError 400."""
+        """Return arguments of `ModelCall`. Raises GatewayError 400."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not all(stop):
             raise invalid("stop", "a stop string must not be empty")
@@ -103,7 +97,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
-    """Return token counts. Each prompt counts once, regardless of its choices."""
+    # Each prompt counts once, regardless of its choices.
     prompt_tokens = sum(map(len, call.prompts)) // 4 or completion.prompt_tokens
     completion_tokens = sum(choice.num_tokens for choice in completion.choices)
     return {
@@ -114,11 +108,7 @@ def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
 
 
 def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the fields that identify a reply and its chunks.
-
-    `system_fingerprint` names the policy version. It is null before sampling, and for weights without a
-    version.
-    """
+    # Unknown before sampling, and negative for weights without a version.
     version = header.policy_version if isinstance(header, Completion) else -1
     return {
         "id": f"{prefix}-{header.call_id}",
@@ -130,8 +120,6 @@ def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
 
 
 class ChunkStream(EventStream):
-    """A streamed reply of chunks, with the usage last if requested."""
-
     def __init__(self, call: ModelCall, header: ReplyHeader, prefix: str, kind: str) -> None:
         self._call = call
         self._kind = prefix, kind
@@ -161,9 +149,9 @@ class ChunkStream(EventStream):
 def logprob_entries(
     tokenizer: LightTokenizer, call: ModelCall, tokens: SampledTokens
 ) -> list[dict[str, Any]]:
-    """Return an entry per sampled id, including the stop token, with the requested `top_logprobs`.
+    """Return an entry per sampled id, including the stop token.
 
-    Our extension `token_id` is in each entry, because several ids may have the same text.
+    Our `token_id` is always there, because several ids may have the same text.
     """
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""OpenAI Responses: the route, its replies and its events. `responses_request` parses requests.
+"""OpenAI Responses: the route, its replies and its events.
 
 Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` and `token_ids` (with a
-grammar also `constrained`) to the response. Each logprob entry has a `token_id`. Ids are the call's id
-with a prefix: `resp_` for the response; `rs_`, `msg_` and `fc_` for its items. They identify the call
-when a conversation is sent back.
+grammar also `constrained`). Ids are the call's id with a prefix (`resp_`; for items `rs_`, `msg_`, `fc_`), so
+that a conversation sent back names the call.
 
-Invariant: items come one after another, and the last event repeats them. Function calls come last, each
-with its arguments in one delta.
+Invariant: items come one after another, and the last event repeats them. Function calls come last, each with
+its arguments in one delta.
 
 Source: https://platform.openai.com/docs/api-reference/responses/object,
 https://platform.openai.com/docs/api-reference/responses-streaming
@@ -77,7 +76,6 @@ class ResponseWriter:
         return response
 
     def items(self, call_id: str, choice: Choice) -> list[Item]:
-        """Return the output items: any reasoning, text unless there are only tool calls, and tool calls."""
         message, items = choice.message, list[Item]()
         if reasoning := message.get("reasoning_content"):
             items.append(self.reasoning(call_id, reasoning))
@@ -110,7 +108,6 @@ class ResponseWriter:
         }
 
     def entries(self, tokens: SampledTokens) -> list[dict[str, Any]]:
-        """Return a logprob entry per sampled id, including markup and stop token, if requested."""
         return logprob_entries(self.tokenizer, self.call, tokens) if self.call.logprobs else []
 
     def _usage(self, inputs: int, choice: Choice) -> dict[str, Any]:
@@ -150,7 +147,7 @@ class ResponseEvents(EventStream):
 
         self._items = 0
 
-        # The item that deltas extend, without its text.
+        # The open item, without its text.
         self._open: Item | None = None
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -178,8 +175,7 @@ class ResponseEvents(EventStream):
         return rest + self._lifecycle(response["status"], response)
 
     def failure(self, error: GatewayError) -> bytes:
-        """Return an `error`, which OpenAI's clients raise, and the failed response, for which other
-        clients wait."""
+        # OpenAI's clients raise the `error`; others wait for the failed response.
         flat = {"code": error.code, "message": error.message, "param": error.param}
         # The `error` has our code; a response may only have one of OpenAI's.
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
@@ -192,7 +188,7 @@ class ResponseEvents(EventStream):
     def _begin(self, item: Item) -> bytes:
         if self._open and self._open["type"] == item["type"]:
             return b""
-        # The previous item must be reasoning: only reasoning is followed by text.
+        # Only reasoning is followed by text.
         ended = (
             self._end(self._write.reasoning(self._header.call_id, "".join(self._text))) if self._open else b""
         )

@@ -1,15 +1,12 @@
 """OpenAI Responses: requests for a response and for the token count of its prompt.
 
-`previous_response_id` continues a response of the same claim, even after a restart and regardless of
-`store`, because the calls of a claim are kept. A model served outside episodes keeps the latest in
-memory unless `store` is false. As with OpenAI, that response's instructions do not carry over, and its
-tools must be sent again. `include` supports `message.output_text.logprobs` (an entry per sampled id)
-and `reasoning.encrypted_content` (the reasoning in base64). Accepted and ignored: `metadata`, a
-function's `strict`, and the fields about caches and users.
+`previous_response_id` continues a response of the same claim, even after a restart and regardless of `store`.
+Outside episodes, a model keeps the latest responses in memory unless `store` is false. As with OpenAI,
+instructions do not carry over, and tools must be sent again.
 
-Invariant: the items of a response, sent back unchanged, become the one message that was sampled, with
-or without its reasoning, and wherever a call's output stands. Consecutive items belong to one message
-while they are in the order of a reply (reasoning, text, calls) and no id contradicts that.
+Invariant: the items of a response, sent back unchanged, become the one message that was sampled, with or
+without its reasoning. Consecutive items belong to one message while they keep a reply's order (reasoning,
+text, calls) and no id contradicts that.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -48,11 +45,8 @@ from tinkerscript.gateway.dialects.validation import (
 from tinkerscript.limits import MESSAGES, TOOLS
 
 RESPONSE_PREFIX = "resp_"
-"""The prefix of a response's id before the call's id."""
-
 Parts = str | list[dict[str, Any]]
 
-# The ids of our output items: the call's id, and a function call's number.
 _OUR_ID = re.compile(r"(?:rs|msg|fc)_([0-9a-f]{32})(?:_\d+)?")
 
 _ORDER = ("reasoning", "message", "function_call")
@@ -121,7 +115,7 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    # Accepted and not enforced: arguments stay as the model sampled them.
+    # Ignored: arguments stay as the model sampled them.
     strict: bool = False
     allowed_callers: Annotated[Any, Unsupported(["direct"])] = None
     defer_loading: Annotated[Any, Unsupported(False)] = None
@@ -130,12 +124,10 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
-    """Normalize a conversation. Raises GatewayError 400 for unsupported content.
-
-    The message from `instructions` is marked, because a response that continues this one drops it.
-    """
+    """Raises GatewayError 400 for unsupported content."""
     conversation = _Conversation()
     if instructions:
+        # Marked, because a response that continues this one drops it.
         conversation.messages.append({"role": "system", "content": instructions, "instructions": True})
     if isinstance(items, str):
         conversation.messages.append({"role": "user", "content": items})
@@ -146,15 +138,11 @@ def normalized_messages(items: str | list[dict[str, Any]], instructions: str | N
 
 
 def encrypt(reasoning: str) -> str:
-    """Return the reasoning in base64 for `encrypted_content`, so that the server need not keep it."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Normalize function tools, also in namespaces.
-
-    Raises GatewayError 400 for tools that OpenAI's servers would run.
-    """
+    """Raises GatewayError 400 for tools that OpenAI runs."""
     found: list[Tool] = []
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
@@ -166,7 +154,7 @@ def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
 
 
 def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Return the namespace and name of each tool in a namespace, by the model's name for it."""
+    """Map the model's name for a tool to its namespace and name."""
     return {
         namespaced(space["name"], tool["name"]): (space["name"], tool["name"])
         for space in tools
@@ -176,12 +164,11 @@ def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]
 
 
 def namespaced(namespace: str, name: str) -> str:
-    """Return the model's name for a tool: `web__open` for `open` in `web`, or in `web__`."""
     return f"{namespace.removesuffix('__')}__{name}"
 
 
 def _tools_of(space: _Namespace, where: str) -> Iterable[Tool]:
-    # The model sees one description, so the namespace's comes before the tool's.
+    # The model sees one description per tool.
     for index, inner in enumerate(space.tools):
         function = _tool(inner, f"{where}.tools[{index}]")["function"]
         described = [text for text in (space.description, function.get("description")) if text]
@@ -301,11 +288,9 @@ class ResponsesCall(ModelCall, frozen=True, kw_only=True):
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {**ModelCall.FIELD_NAMES, "json_schema": "text.format"}
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    # Keys are the model's names for the tools.
     namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
-    """Namespace and name of tools in namespaces, by the model's name."""
-
-    encrypted_reasoning: bool = False
-    """Whether reasoning items repeat their text in `encrypted_content`."""
+    encrypted_reasoning: bool = False  # Reasoning items repeat their text in `encrypted_content`.
 
 
 class _Format(Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):
@@ -382,7 +367,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> ResponsesCall:
-    """Parse a request. Raises GatewayError 400 with the invalid or unsupported field."""
+    """Raises GatewayError 400 with the field."""
     request = decode(_REQUEST, body)
     include, prompt = _include(request.include or ()), _prompt_arguments(request)
     return ResponsesCall(
@@ -401,7 +386,6 @@ def parse_request(body: bytes) -> ResponsesCall:
 
 
 def parse_count(body: bytes) -> ResponsesCall:
-    """Parse a request to count tokens. Raises GatewayError 400 with the invalid or unsupported field."""
     prompt = decode(_PROMPT, body)
     return ResponsesCall(**_prompt_arguments(prompt))
 

@@ -25,22 +25,17 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=TOP_K.limit)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS.limit)]
 
-DIRECT = {"type": "direct"}
-"""The caller of a tool that the model itself called."""
+DIRECT = {"type": "direct"}  # The model itself called the tool.
 
 
 class Unsupported:
-    """Marks a known field that is refused unless it is null or one of `values`, which have no effect.
-
-    Fields that are Python keywords have a trailing underscore.
-    """
+    """Marks a known field that is refused unless it is null or one of `values`, which have no effect."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
 
 
-SHOWN_CHARS = 80
-"""The length of a quoted value in errors."""
+SHOWN_CHARS = 80  # Quoted values in errors are cut here.
 
 
 def sampling_arguments(request: Any) -> dict[str, Any]:
@@ -55,7 +50,7 @@ def sampling_arguments(request: Any) -> dict[str, Any]:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Decode a request. Raises GatewayError 400 with the invalid field."""
+    """Raises GatewayError 400 with the field."""
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -66,10 +61,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """Convert the part of a request at `where` to a struct, where null fields count as not set.
-
-    Raises GatewayError 400 with the invalid field.
-    """
+    """Raises GatewayError 400 with the field below `where`."""
     given = {name: each for name, each in value.items() if each is not None}
     try:
         converted = msgspec.convert(given, kind)
@@ -99,8 +91,7 @@ def _unsupported_fields(kind: type[Any]) -> dict[str, Unsupported]:
 
 
 def _explained(text: str, where: str = "") -> GatewayError:
-    # msgspec's messages look like "Expected `int`, got `str` - at `$.n`". Fields declared as None are
-    # known but not supported.
+    # msgspec writes "Expected `int`, got `str` - at `$.n`". Fields declared as None are unsupported.
     problem, _, place = text.partition(" - at ")
     inner = place.strip("`").removeprefix("$")
     place = f"{where}{inner}".removeprefix(".")
@@ -122,7 +113,6 @@ def invalid(param: str | None, message: str, *, code: str = "invalid_value") -> 
 
 
 def unsupported(param: str, value: object, remedy: str = "") -> GatewayError:
-    """Return the error for a value that this server does not honor. The default remedy is to leave it out."""
     shown = msgspec.json.encode(value).decode()
     message = (
         f"{param}={shown[:SHOWN_CHARS]} is not supported by this server; {remedy or f'leave {param} out'}"
@@ -136,10 +126,7 @@ def unsupported_content(kind: object, where: str) -> GatewayError:
 
 
 def required_tools(names: Sequence[str] | None, tools: Sequence[Tool]) -> list[str]:
-    """Return the tools of which one must be called, or all `tools` if `names` is None.
-
-    Raises GatewayError 400.
-    """
+    """Return the tools of which one must be called. Raises GatewayError 400."""
     known = [tool["function"]["name"] for tool in tools]
     names = known if names is None else names
     for name in names:

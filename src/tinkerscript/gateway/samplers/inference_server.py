@@ -26,12 +26,12 @@ _CONTEXT = re.compile(r"context length|maximum context|longer than the model|max
 _SHOWN = 500
 
 
-# Before the first byte of a reply, these errors mean that none will come.
+# Before the first byte of a reply, these mean that none will come.
 _NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError)
 
 
 class Upstream:
-    """HTTP to one server with limited concurrency. Raises only GatewayError."""
+    """Raises only GatewayError."""
 
     def __init__(
         self,
@@ -43,8 +43,7 @@ class Upstream:
         timeout_s: float = 300.0,
         name: str = "",
     ) -> None:
-        """`base_url` may end in `/v1`, as for OpenAI's clients. Errors contain the server's name or
-        address, never the key."""
+        """`base_url` may end in `/v1`. Errors never contain the key."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
         self.name = name or f"the inference server {self.url}"
         self._key = api_key
@@ -63,11 +62,11 @@ class Upstream:
         )
 
     async def get(self, path: str) -> bytes | None:
-        """Return the body of the reply, or None if the path does not exist. Raises GatewayError."""
+        """Returns None if the path does not exist. Raises GatewayError."""
         return await self._send("GET", path, None)
 
     async def post(self, path: str, body: Any) -> bytes:
-        """Send JSON and return the body of the reply. Raises GatewayError."""
+        """Send JSON and return the body. Raises GatewayError."""
         async with self.slot():
             reply = await self._send("POST", path, body)
         if reply is None:
@@ -86,13 +85,12 @@ class Upstream:
                 limit.reschedule(0)
 
     async def aclose(self) -> None:
-        """Also close the connections."""
         self.close()
         await self._http.aclose()
 
     @asynccontextmanager
     async def slot(self) -> AsyncGenerator[None]:
-        """Hold a slot for a request. Raises GatewayError 503 if none becomes free in time."""
+        """Raises GatewayError 503 if no slot becomes free in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._slots.acquire()
@@ -108,7 +106,7 @@ class Upstream:
 
     @asynccontextmanager
     async def open(self, method: str, path: str, body: Any) -> AsyncGenerator[httpx.Response]:
-        """Yield the unread reply to a request. Raises GatewayError, also while it is read."""
+        """Yield the unread reply. Raises GatewayError, also while it is read."""
         if self._is_closed:
             raise _shutting_down()
         try:
@@ -128,7 +126,7 @@ class Upstream:
             message = f"{self.name} did not answer within {self._timeout_s:g} s"
             raise GatewayError(504, "engine_timeout", message) from None
         except httpx.HTTPError as error:
-            # The text of the error may contain the address, which some callers must not see.
+            # Its text may contain the address, which some callers must not see.
             message = f"{self.name} cannot be reached ({type(error).__name__}); retry"
             raise GatewayError(503, "engine_unavailable", message) from None
 
@@ -137,13 +135,12 @@ class Upstream:
             self.refuse(response.status_code, await response.aread())
 
     def refuse(self, status: int, body: bytes) -> NoReturn:
-        """Raise the GatewayError for a refusal. In a stream the status may follow the response's head."""
         said = self.without_key(message_of_refusal(body))
         if status in (400, 413, 422):
             if _CONTEXT.search(said):
                 raise GatewayError(400, "context_length_exceeded", said, param="messages")
             raise GatewayError(400, "invalid_request", f"{self.name} refused the request: {said}")
-        if status in (401, 403):  # The server's message may contain parts of the key.
+        if status in (401, 403):  # The message may contain parts of the key.
             message = f"{self.name} refused our key (HTTP {status}); see {self._key_setting}"
             raise GatewayError(502, "engine_error", message)
         if status in (408, 504):
@@ -189,7 +186,6 @@ class _Refusal(msgspec.Struct):
 
 
 def message_of_refusal(body: bytes) -> str:
-    """Return the message in an error body, or the body itself."""
     try:
         refusal = msgspec.json.decode(body, type=_Refusal)
     except (msgspec.MsgspecError, UnicodeDecodeError):

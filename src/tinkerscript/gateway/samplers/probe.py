@@ -1,7 +1,6 @@
 """The start-up probe measures the behavior of an inference server before an episode depends on it.
 
-Invariant: every fact is observed in replies, not derived from a version. A server with replies that
-cannot be recorded as what was sampled is refused, with the reason and the remedy.
+Invariant: every fact is observed in replies, not derived from a version.
 """
 
 from __future__ import annotations
@@ -18,37 +17,22 @@ from tinkerscript.gateway.samplers.vllm import VLLM_REMEDIES, ServerDescription,
 from tinkerscript.rollouts.call import LogprobKind, pack_ids
 from tinkerscript.sampler import SampleRequest
 
-PROBE_TOP = 5
-"""The number of most likely tokens to compare. It is OpenAI's limit, so every server allows it."""
-
-HOT = 2.0
-"""A second temperature, which every server accepts."""
-
-CLEAR_GAP = 0.3
-"""The gap in nats between two tokens that is needed to recognize the kind of logprobs."""
-
-RATIO_MARGIN = 0.15
-"""The tolerance for the ratio of gaps, because low-precision kernels add noise."""
-
+PROBE_TOP = 5  # OpenAI's limit, so every server allows it.
+HOT = 2.0  # A second temperature, which every server accepts.
+CLEAR_GAP = 0.3  # Nats between two tokens, to recognize the kind of logprobs.
+RATIO_MARGIN = 0.15  # Low-precision kernels add noise.
 SAMPLES = 4
-TOKENS = 32
-"""The length of a sample at temperature 1, which is scored again."""
-
-MAX_MEAN_GAP = 0.1
-"""The maximum mean gap in nats between reported and rescored logprobs. Prefill and decode differ."""
+TOKENS = 32  # Sampled at temperature 1 and scored again.
+MAX_MEAN_GAP = 0.1  # Nats between reported and rescored logprobs: prefill and decode differ.
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     version: str
     model: str
-    max_context: int
-    """The maximum length of prompt and reply together, in tokens."""
-
+    max_context: int  # Tokens of prompt and reply together.
     logprob_kind: LogprobKind
-    rescored: bool
-    """Whether logprobs of sampled tokens were compared with those of the same tokens in a prompt."""
-
+    rescored: bool  # Sampled tokens were scored again as a prompt, with the same logprobs.
     weight_version: str | None
 
     def describe(self) -> str:
@@ -63,13 +47,12 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Probe:
     server: VllmServer
     model: str
-    prompts: Sequence[list[int]]
-    """Prompts as ids. The first few tokens of a chat suffice."""
+    prompts: Sequence[list[int]]  # Ids. The first few tokens of a chat suffice.
 
     async def run(
         self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True
     ) -> ServerFacts:
-        """Establish all facts. `ids` is `text` encoded by our tokenizer. Raises ConfigError."""
+        """`ids` is `text` encoded by our tokenizer. Raises ConfigError."""
         try:
             await self._check_not_logits()
             kind = await self._logprob_kind()

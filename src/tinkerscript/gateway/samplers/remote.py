@@ -1,7 +1,6 @@
 """`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config.
 
-Invariants: every sampler is probed before use. Results contain what the server reported, with its
-number for the weights as their version. A request that cannot be honored fully is refused.
+Invariants: every sampler is probed before use, and a request that cannot be honored fully is refused.
 """
 
 from __future__ import annotations
@@ -32,33 +31,24 @@ from tinkerscript.sampler import (
 
 PROGRESS_POLL_S = 0.25
 
-PROBE_TIMEOUT_S = 60.0
-"""The timeout of a probe request in seconds. The first requests may compile kernels."""
-
+PROBE_TIMEOUT_S = 60.0  # The first requests may compile kernels.
+# User messages that the probe answers.
 PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 17 + 25?")
-"""The user messages to which the probe samples replies."""
-
+# Cases that tokenizers handle differently.
 TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
-"""A text with cases that tokenizers handle differently, encoded by us and by the server."""
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class RemoteSampler(Sampler):
-    """Samples from `server`. Weights without a number get the version `FOREIGN_POLICY`."""
+    """Weights without a number get the version `FOREIGN_POLICY`."""
 
     server: VllmServer
-    facts: ServerFacts
-    """The server's facts. Without a `weight_version`, the server is not asked for it again."""
-
+    facts: ServerFacts  # Without a `weight_version`, the server is not asked again.
     timeout_s: float = 300.0
-    cache_salt: str = ""
-    """Requests with different salts never share the server's prefix cache."""
-
+    cache_salt: str = ""  # Requests with different salts never share the server's prefix cache.
+    # Finds stop strings that earlier weights began. None if samples cannot be cut.
     text: Callable[[list[int]], str] | None = None
-    """Decodes ids with special tokens, to find stop strings that earlier weights began. None if samples
-    cannot be cut."""
 
     def __post_init__(self) -> None:
         self._weights = self.facts.weight_version
@@ -100,7 +90,6 @@ class RemoteSampler(Sampler):
         self._is_cut.set()
 
     def uncut(self) -> RemoteSampler:
-        """The same, but nothing cuts it."""
         return replace(self, text=None)
 
     def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:
@@ -117,7 +106,6 @@ class RemoteSampler(Sampler):
         return ends
 
     def close(self) -> None:
-        """Cancel open requests and refuse new ones."""
         self.server.close()
 
     async def aclose(self) -> None:
@@ -126,9 +114,8 @@ class RemoteSampler(Sampler):
     async def _versions(self, before: str | None) -> tuple[int, int]:
         """Return the first and last version that may have sampled.
 
-        The server reports its weights only outside of calls. They are compared with the previous
-        request's, so that the first call after an update always counts as changed. Raises GatewayError
-        503 if one of the two has no version, as after a restart of the server.
+        The server reports its weights only outside of calls, so the first call after an update counts as
+        changed. Raises GatewayError 503 if one has no version, as after a restart.
         """
         if self.facts.weight_version is not None:
             self._weights = await self.server.weight_version()
@@ -142,10 +129,7 @@ class RemoteSampler(Sampler):
         return first, last
 
     def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
-        """Return the kind of the logprobs, which vLLM renormalizes after top-p, top-k and min-p.
-
-        `processed` means before these. With them or a repetition penalty the kind is unknown.
-        """
+        # vLLM renormalizes after these; `processed` means before.
         truncated = request.top_p < 1 or request.top_k > 0 or request.min_p > 0
         if request.repetition_penalty != 1 or (truncated and self.facts.logprob_kind == "processed"):
             return "unknown"
@@ -181,11 +165,7 @@ def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, flo
 async def remote_sampler(
     config: InferenceConfig, *, model_folder: Path, environ: Mapping[str, str], timeout_s: float
 ) -> AsyncGenerator[RemoteSampler]:
-    """Open a probed sampler for the server in `config`.
-
-    `model_folder` has the tokenizer and chat format of the served model. Raises ConfigError if the
-    server is unreachable or unusable.
-    """
+    """`model_folder` has the served model's tokenizer and chat format. Raises ConfigError."""
     async with aclosing(inference_server(config, environ, timeout_s=timeout_s)) as server:
         facts = await examine(server, config, model_folder)
         logger.info("sampler.probed facts=%s", facts.describe())
@@ -193,7 +173,7 @@ async def remote_sampler(
 
 
 def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, timeout_s: float) -> VllmServer:
-    """Return a client of the server in `config` without contacting it. Raises ConfigError."""
+    """Does not contact the server. Raises ConfigError."""
     if not config.base_url:
         raise ConfigError("inference.backend: vllm needs inference.base_url, such as http://127.0.0.1:8000")
     upstream = Upstream(
@@ -207,10 +187,7 @@ def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, tim
 async def examine(
     server: VllmServer, config: InferenceConfig, model_folder: Path, *, rescore: bool = True
 ) -> ServerFacts:
-    """Wait for the server, choose its model, and probe it. Raises ConfigError.
-
-    With `rescore`, logprobs of sampled tokens are compared with those of the same tokens in a prompt.
-    """
+    """Wait for the server, choose its model, and probe it. Raises ConfigError."""
     renderer = ChatRenderer(model_folder)
     description = await _description(server, config.start_timeout_s)
     model = _choose_model(description, config, server)
@@ -248,7 +225,7 @@ def _choose_model(description: ServerDescription, config: InferenceConfig, serve
 
 
 def api_key(variable: str, environ: Mapping[str, str]) -> str:
-    """Return the key in an environment variable, or "" without a variable. Raises ConfigError."""
+    """Raises ConfigError for a variable that is not set."""
     if not variable:
         return ""
     key = environ.get(variable, "").strip()

@@ -1,29 +1,26 @@
 """`VllmServer`: token ids in and out of vLLM's `POST /v1/completions`.
 
-The wire format is that of vLLM 0.32.0 (`vllm/entrypoints/openai/completion/`, `vllm/v1/`) and of the
-pull requests and issues below, all at https://github.com/vllm-project/vllm:
+The wire format is vLLM 0.32.0's (`vllm/entrypoints/openai/completion/`, `vllm/v1/`); pull requests and issues
+are at https://github.com/vllm-project/vllm:
 
 - A `prompt` of ids is used unchanged. `return_token_ids` (since 0.10.2, pull/22587) adds `token_ids`
-  and `prompt_token_ids` to every choice; `return_tokens_as_token_ids` writes `token_id:123` instead of
-  a token's text, also in `top_logprobs`. Unknown fields are silently ignored, so the probe checks the
-  reply.
-- `logprobs: n` reports `token_logprobs` (the sampled tokens) and `top_logprobs` (the sampled token and
-  the n most likely ones), with -9999.0 for anything lower. `--max-logprobs` (20) is the largest n.
-- `--logprobs-mode` (since 0.10, pull/21398): the default `raw_logprobs` is at temperature 1, regardless
-  of the sampling temperature. `processed_logprobs` is after temperature, top-p and top-k, and
-  normalized over the remaining tokens. `raw_logits` and `processed_logits` are not log probabilities.
-- Omitted parameters default to the model's generation_config.json, not to OpenAI's defaults, so we send
-  all.
+  and `prompt_token_ids` to every choice; `return_tokens_as_token_ids` writes `token_id:123` for a
+  token's text. Unknown fields are ignored, so the probe checks the reply.
+- `logprobs: n` reports `token_logprobs` and `top_logprobs` (the sampled token and the n most likely
+  ones), with -9999.0 for anything lower. `--max-logprobs` (20) is the largest n.
+- `--logprobs-mode` (since 0.10, pull/21398): the default `raw_logprobs` is at temperature 1.
+  `processed_logprobs` is after temperature, top-p and top-k, and normalized over the remaining tokens.
+  `raw_logits` and `processed_logits` are not log probabilities.
+- Omitted parameters default to the model's generation_config.json, not to OpenAI's, so we send all.
 - `token_ids` include the stop token, or every token up to the one that completes a stop string.
   `stop_reason` is that id or string, and null for the model's own end-of-sequence token. `ignore_eos`
   keeps the request's stop ids, so that a turn ends at exactly those.
 - `prompt_logprobs: 0` adds a list with one dict per prompt token, keyed by its id; the first is null.
 - n > 1 with a seed samples n different sequences, as if with consecutive seeds.
 - Streaming through tool parsers loses ids (issues/27482), but completions have no parser. Each chunk
-  has the new `token_ids` and `token_logprobs` of a choice, its first chunk the `prompt_token_ids`, its
-  last one the `finish_reason`. We stream only samples that may have to be cut.
-- `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped. A closed connection
-  aborts.
+  has a choice's new `token_ids` and `token_logprobs`, the first also `prompt_token_ids`, the last
+  `finish_reason`. We stream only samples that may have to be cut.
+- `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped.
 - Servers started for weight updates report their version at `GET /weight_info`.
 """
 
@@ -42,9 +39,7 @@ from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.rollouts.call import StopReason, unpack_ids
 from tinkerscript.sampler import SampleRequest
 
-TOKEN_ID = "token_id:"
-"""The prefix of an id that stands for a token's text."""
-
+TOKEN_ID = "token_id:"  # The prefix of an id in place of a token's text.
 VLLM_REMEDIES = {
     "ids": "use vLLM 0.10.2 or newer (return_token_ids), with no proxy between that drops fields",
     "stop": "vLLM reports the stop token in token_ids; check for a proxy that alters replies",
@@ -56,24 +51,16 @@ VLLM_REMEDIES = {
 T = TypeVar("T")
 
 
-NOT_FINITE = float("nan")
-"""The value of a log probability that the server sent as null, because JSON has neither -inf nor NaN."""
+NOT_FINITE = float("nan")  # The server sends null, because JSON has neither -inf nor NaN.
 
 
 class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
-    logprobs: list[float]
-    """A log probability per id. -9999.0 and NaN stand for values that the server could not send."""
-
+    logprobs: list[float]  # -9999.0 and NaN stand for values that the server could not send.
     stop_reason: StopReason
-    top: list[dict[int, float]] = []
-    """The log probabilities of the most likely ids at each position, if requested."""
-
-    scores: list[float] = []
-    """The log probabilities of the prompt's tokens from `score_from` on, at temperature 1."""
-
-    is_cut: bool = False
-    """Whether a `Cut` ended the sample. `stop_reason` is then meaningless."""
+    top: list[dict[int, float]] = []  # The most likely ids at each position, if requested.
+    scores: list[float] = []  # Logprobs of the prompt's tokens from `score_from` on, at temperature 1.
+    is_cut: bool = False  # By a `Cut`; `stop_reason` is then meaningless.
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +68,16 @@ class Cut:
     """Ends samples early. The result is what was sampled so far."""
 
     event: asyncio.Event
+    # Whether a sample is complete for a reason unknown to the server.
     ends: Callable[[Sequence[int]], bool] | None = None
-    """Whether a sample of these ids is complete for a reason unknown to the server."""
 
 
 class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
     models: list[str]
-    max_context: int
-    """The maximum length of prompt and reply together, in tokens."""
-
+    max_context: int  # Tokens of prompt and reply together.
     adapters: list[str] = []
     version: str = "unknown"
-    weight_version: str | None = None
-    """The server's name for its weights, or None."""
+    weight_version: str | None = None  # The server's name for its weights.
 
 
 class _Logprobs(msgspec.Struct):
@@ -124,8 +108,7 @@ class _Failure(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    error: _Failure | None = None
-    """An error that ends a stream, with the status that a plain reply would have."""
+    error: _Failure | None = None  # Ends a stream, with the status that a plain reply would have.
 
 
 class _Completion(msgspec.Struct):
@@ -185,12 +168,10 @@ class VllmServer:
         score_from: int | None = None,
         cut: Cut | None = None,
     ) -> list[ServerSample]:
-        """Sample `request.num_samples` sequences, in order.
+        """Return `request.num_samples` samples, in order.
 
-        Requests with another `cache_salt` do not share cached prefixes. `score_from` requests log
-        probabilities of the prompt's tokens from this position on. `cut` may end samples early. Raises
-        GatewayError 400 for a refused request, 502 for a reply without ids or with a contradiction, and
-        503 or 504 without a reply.
+        `score_from` is the first prompt position to score. Raises GatewayError 400 for a refused request, 502
+        for a reply without ids or with a contradiction, and 503 or 504 without a reply.
         """
         prompt = unpack_ids(request.prompt).tolist()
         asked = request_body(request, prompt, model, cache_salt, score_from)
@@ -239,22 +220,22 @@ class VllmServer:
         return decode(body, _WeightInfo).weight_version if body else None
 
     async def encode(self, text: str, model: str) -> list[int] | None:
-        """Encode `text` with the server's tokenizer, or return None if the server cannot."""
+        """Returns None if the server cannot."""
         prompt = {"model": model, "prompt": text, "add_special_tokens": False}
         body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter if the server has it. After a restart it does not, and would refuse."""
+        # After a restart the server would refuse.
         body = await self._upstream.get("/v1/models")
         if body and name in {model.id for model in decode(body, _Models).data}:
             await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def load_weights(self, name: str, version: str) -> None:
-        """Replace the weights with those of `name` and call them `version`, aborting running samples.
+        """Load the weights of `name` and call them `version`, aborting running samples.
 
-        After a failure the server may be paused until `resume`. This needs our plugin's weight transfer
-        and a server in development mode.
+        After a failure the server may be paused until `resume`. This needs our plugin and a server in
+        development mode.
         """
         await self._control("/init_weight_transfer_engine", init_info={"name": name})
         await self._control("/pause?mode=abort")
@@ -275,7 +256,6 @@ class VllmServer:
         await self._control("/sleep?level=1&mode=abort")
 
     async def wake(self) -> None:
-        """Take the memory back, with the same weights."""
         await self._control("/wake_up")
 
     async def _control(self, path: str, **body: Any) -> None:
@@ -285,7 +265,6 @@ class VllmServer:
             )
 
     async def tokens_sampled(self) -> float:
-        """Return the number of tokens in the server's metrics."""
         return metric(await self._upstream.get("/metrics"), "vllm:generation_tokens_total", at=self.url)
 
     async def aclose(self) -> None:
@@ -305,7 +284,6 @@ class _Streamed:
         self.stop_reason: StopReason | None = None
 
     def take(self, choice: _Choice) -> None:
-        """Add the tokens of a chunk, up to the one that ends the sample."""
         found = _tokens_of(choice, self._prompt, None, self._request.top_logprobs)
         for number, (token, logprob) in enumerate(zip(*found[:2], strict=True)):
             if self.stop_reason:
@@ -331,7 +309,7 @@ class _Streamed:
 def request_body(
     request: SampleRequest, prompt: list[int], model: str, cache_salt: str, score_from: int | None
 ) -> dict[str, Any]:
-    """Return the JSON for `POST /v1/completions`, with every parameter that may have another default."""
+    # Every parameter is sent that may have another default.
     stop_token_ids = [*request.stop_token_ids, *request.extra_stop_ids]
     body: dict[str, Any] = {
         "model": model,
@@ -427,7 +405,7 @@ def _stop_reason(reason: str | None) -> StopReason:
 
 
 def metric(body: bytes | None, name: str, *, at: str) -> float:
-    """Return the sum of a metric in Prometheus' text format. Raises GatewayError 502 with `at`."""
+    """Sum a metric in Prometheus' text format. Raises GatewayError 502."""
     pattern = rf"^{name}(?:{{[^}}]*}})? (\S+)$"
     found = re.findall(pattern, (body or b"").decode(errors="replace"), re.MULTILINE)
     if not found:
@@ -436,7 +414,6 @@ def metric(body: bytes | None, name: str, *, at: str) -> float:
 
 
 def contradiction(message: str) -> GatewayError:
-    """Return the error for a reply that cannot be recorded as what was sampled."""
     return GatewayError(502, "engine_error", f"the inference server's reply cannot be used: {message}")
 
 
@@ -447,10 +424,7 @@ def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
-    """Raise GatewayError 502 if the server sampled from another prompt than `sent`.
-
-    `used` and `count` are the server's prompt and its length, if reported.
-    """
+    """Raise GatewayError 502 if the server reports another prompt than `sent`."""
     if used is not None and list(used) != list(sent):
         raise contradiction(
             f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"
@@ -460,7 +434,7 @@ def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | N
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Decode JSON as `kind`. Raises GatewayError 502."""
+    """Raises GatewayError 502."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:

@@ -1,10 +1,9 @@
 """`openenv:URL` is an OpenEnv environment on a server.
 
-Invariants: the reward is the sum of the environment's step rewards, and a session is closed however its
-episode ends.
+Invariants: the reward is the sum of the step rewards, and a session is closed however its episode ends.
 """
 
-# OpenEnv is not installed where types are checked.
+# Types are checked without OpenEnv.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ INSTRUCTION = (
 
 
 class OpenEnvEnvironment(Task):
-    """The environment at a URL. Each sample is a seed for a reset."""
+    """Each sample is a seed for a reset."""
 
     def __init__(
         self,
@@ -46,8 +45,10 @@ class OpenEnvEnvironment(Task):
         sessions: int = 0,
         system_prompt: str = INSTRUCTION,
     ) -> None:
-        """`reset` has further arguments for every reset. `sessions` limits this worker's open sessions,
-        where 0 allows one per episode. The schema of an action is appended to `system_prompt`."""
+        """`reset` has arguments for every reset. `sessions` limits open sessions (0: one per episode).
+
+        The schema of an action is appended to `system_prompt`.
+        """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
                 f"openenv:{url}: give the URL of a server, such as openenv:http://127.0.0.1:8000"
@@ -86,7 +87,7 @@ class OpenEnvEnvironment(Task):
                     told = "That is no action: reply with a JSON object of the schema."
                     continue
                 result = await client.step(action)
-                reply_id = model.reply_ids[-1]  # Servers other than a run's may repeat theirs.
+                reply_id = model.reply_ids[-1]  # Servers other than a run's may repeat ids.
                 rewards[reply_id] = rewards.get(reply_id, 0.0) + float(result.reward or 0.0)
                 told = json.dumps(result.observation)
         metrics = {"steps": float(steps), "misread": float(misread), "unfinished": float(not result.done)}
@@ -104,10 +105,9 @@ class OpenEnvEnvironment(Task):
 
 
 def parse_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the action in a reply, or None.
+    """Return the JSON object in a reply, possibly in a code fence, or None.
 
-    An action is a JSON object, possibly in a code fence. If the schema requires exactly one field, its
-    value is enough, as JSON or as plain text.
+    If the schema requires exactly one field, its value is enough, as JSON or as plain text.
     """
     text = reply.strip()
     if text.startswith("```") and text.endswith("```"):

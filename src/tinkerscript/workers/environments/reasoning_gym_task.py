@@ -1,6 +1,6 @@
 """`reasoning_gym:TASK`: problems that reasoning-gym generates, scored by reasoning-gym."""
 
-# reasoning-gym is not installed where types are checked.
+# Types are checked without reasoning-gym.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, Ta
 
 
 class ReasoningGymTask(Task):
-    """A dataset of reasoning-gym. Each episode asks one problem and scores the reply."""
-
     def __init__(
         self,
         name: str,
@@ -35,11 +33,10 @@ class ReasoningGymTask(Task):
         answer_tag: str = "answer",
         **config: Any,
     ) -> None:
-        """`size` is the number of problems. `system_prompt` is the name of one of the package's prompts, a
-        text, or empty for none. `answer_tag` is the tag around the answer; without it the whole reply
-        is the answer. `config` has the dataset's settings.
+        """`system_prompt` is the name of one of the package's prompts, a text, or empty for none.
 
-        Raises ConfigError for an unknown name, or settings that the dataset refuses.
+        Without an `answer_tag` the whole reply is the answer. `config` has the dataset's settings. Raises
+        ConfigError.
         """
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4)

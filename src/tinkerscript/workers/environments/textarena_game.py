@@ -1,9 +1,6 @@
-"""`textarena:GAME` is a game of TextArena, alone or against a role of the run.
+"""`textarena:GAME` is a game of TextArena, alone or against a role of the run."""
 
-Invariant: a game is played to its end by the package's rules, and its reward counts.
-"""
-
-# TextArena is not installed where types are checked.
+# Types are checked without TextArena.
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from tinkerscript.workers.base_task import HELD_OUT_SEED, EpisodeModel, Task, Ta
 
 
 class TextArenaGame(Task):
-    """A game by its TextArena id, such as `TicTacToe-v0`. Each sample is a seed and the policy's seat."""
+    """Each sample is a seed and the policy's seat."""
 
     def __init__(
         self,
@@ -35,11 +32,9 @@ class TextArenaGame(Task):
         opponent: str = "",
         system_prompt: str = "",
     ) -> None:
-        """`size` and `held_out_size` are numbers of seeds. `opponent` is the role of the other seats;
-        `players` is 2 with an `opponent`, otherwise 1.
+        """`opponent` is the role of the other seats. `players` is 2 with an `opponent`, otherwise 1.
 
-        Raises ConfigError for a game that is unknown, cannot start with so many players, or needs a
-        download.
+        Raises ConfigError for a game that is unknown, cannot start with so many players, or needs a download.
         """
         self._game = game
         self._opponent = opponent
@@ -53,9 +48,7 @@ class TextArenaGame(Task):
         self._system = system_prompt
         try:
             self._started(seed)
-        except (
-            Exception
-        ) as error:  # Of many kinds: unknown ids, player counts, word lists that are not there.
+        except Exception as error:  # Unknown ids, player counts, missing word lists.
             raise ConfigError(
                 f"textarena:{game} cannot start with {self._players} players: {_first_line(error)}"
             ) from error
@@ -87,7 +80,7 @@ class TextArenaGame(Task):
         return _output(float((rewards or {}).get(seat, 0.0)), info.get(seat, {}), seats[seat].moves)
 
     def _started(self, seed: int) -> Any:
-        # This must not await, because games draw from the process's global random numbers.
+        # No await: games draw from the process's global random numbers.
         random.seed(seed)
         game = textarena.make(env_id=self._game)
         game.reset(num_players=self._players, seed=seed)
@@ -96,8 +89,6 @@ class TextArenaGame(Task):
 
 @dataclass
 class _Player:
-    """A seat with its conversation. Each turn shows only what is new."""
-
     model: EpisodeModel
     system_prompt: str
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])

@@ -1,17 +1,11 @@
-"""`verifiers:ENV` is an environment of verifiers 0.4. Each episode is a slot of an `Env`, inside its
-`serving()`.
+"""`verifiers:ENV` is an environment of verifiers 0.4. Each episode is a slot of an `Env` in its `serving()`.
 
-verifiers' interception servers keep a model client for each endpoint and key. Therefore all episodes
-share one endpoint, a `ModelRelay`, which knows each claim by the ids of the episode's traces.
-verifiers' `null` harness starts a Python program for every turn, which takes a second;
-`SharedChatHarness` runs the same source as a coroutine.
-
-Invariants: an episode that verifiers does not call ok fails with verifiers' reason, unless the
-environment ended it. Then its agents' work so far is scored, as in verifiers' evaluation. The harness
-returns what the chat program would print and exit with.
+verifiers keeps a model client for each endpoint and key. Therefore all episodes share one endpoint, a
+`ModelRelay`, which knows each claim by the ids of the episode's traces. verifiers' `null` harness starts a
+Python program for every turn, which takes a second; `SharedChatHarness` runs the same source as a coroutine.
 """
 
-# verifiers is not installed where types are checked.
+# Types are checked without verifiers.
 # pyright: reportMissingImports=false, reportUnknownParameterType=false, reportUnknownLambdaType=false
 # pyright: reportUntypedBaseClass=false
 
@@ -55,24 +49,21 @@ from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample, named_scores
 from tinkerscript.workers.model_relay import ModelRelay
 
-__all__ = ["SharedChatHarness"]  # What verifiers looks for in a harness's module.
+__all__ = ["SharedChatHarness"]  # verifiers looks for this.
 
-NO_KEY = "TINKERSCRIPT_NO_KEY"
-"""An unset environment variable, because the relay needs no key."""
-
+NO_KEY = "TINKERSCRIPT_NO_KEY"  # Unset, because the relay needs no key.
 HARNESS_ID = "tinkerscript"
 
-# verifiers imports harnesses by id from this package, where ours is not installed.
+# Where verifiers looks for harnesses.
 sys.modules[f"verifiers.v1.harnesses.{HARNESS_ID}"] = sys.modules[__name__]
 
 
 class VerifiersEnvironment(Task):
-    """An environment of verifiers 0.4.
+    """Its arguments are the environment's config (`taskset`, `agent` and other roles, `timeout`, ...), and
+    `select`, as in `vf-eval --select`.
 
-    Its arguments are the environment's config (`taskset`, `agent` and other roles, `timeout`, ...), and
-    `select`, which chooses tasks like `vf-eval --select`. A role without a harness gets the chat loop
-    `null` in this process; a role without a runtime gets `subprocess`. verifiers' defaults, `bash` and
-    `prime`, run the model's commands on this machine or need an account.
+    A role gets the harness `null` in this process and the runtime `subprocess`, because verifiers' defaults,
+    `bash` and `prime`, run the model's commands on this machine or need an account.
     """
 
     def __init__(
@@ -179,11 +170,10 @@ def _as_sample(task: EnvTask[Any, Any, Any]) -> TaskSample:
 
 
 def _output(episode: EnvEpisode[Any, Any, Any], policy: str, calls: int) -> WorkflowOutput:
-    """Return the episode's rewards and metrics by name, as `agent/name` with several agents.
+    """Return rewards and metrics by name, as `agent/name` with several agents. Raises WorkerError.
 
-    The reward is the mean over the traces of `policy` that verifiers would train on. An agent with
-    another `model` plays a role of the run; its reward is the score with the role's name. Raises
-    WorkerError.
+    The reward is the mean over the traces of `policy` that verifiers would train on. An agent with another
+    `model` is scored under its role's name.
     """
     ended_by = _ended_by(episode)
     several = len(episode.traces) > 1
@@ -219,9 +209,9 @@ def _mean_reward(traces: Sequence[EnvTrace[Any, Any, Any]]) -> float:
 
 
 def _ended_by(episode: EnvEpisode[Any, Any, Any]) -> str:
-    """Return the exception of the environment's `run()`, such as for an unusable reply, or "".
+    """Return the exception of the environment's `run()`, or "".
 
-    Raises WorkerError, with verifiers' record, for every other failure of an agent or of the scoring.
+    The work so far is then scored, as in verifiers' evaluation. Raises WorkerError for every other failure.
     """
     if episode.ok:
         return ""
@@ -238,11 +228,9 @@ _arguments: ContextVar[argparse.Namespace] = ContextVar("arguments of the chat p
 
 
 class SharedChatHarness(NullHarness):
-    """The `null` harness without a separate process. It needs the `subprocess` runtime and uses its
-    folder."""
+    """The `null` harness without a separate process. It uses the `subprocess` runtime's folder."""
 
     async def setup(self, runtime: Runtime) -> None:
-        """There is nothing to install."""
         if not isinstance(runtime, SubprocessRuntime):
             raise TypeError(
                 f"the harness {HARNESS_ID!r} runs beside the worker, not in a {type(runtime).__name__}; "
@@ -265,8 +253,6 @@ class SharedChatHarness(NullHarness):
 
 
 class _InThisProcess:
-    """A runtime that runs the chat program as a coroutine."""
-
     def __init__(self, runtime: SubprocessRuntime) -> None:
         self._runtime = runtime
 
