@@ -1,7 +1,7 @@
-"""`LedgerReader`: reads a run's ledger for people, from any number of threads, also while the run writes.
+"""`LedgerReader`: reads a run's ledger for people, from any thread, while the run writes.
 
-Invariant: it cannot write, and it opens only a ledger in the run's folder or one that the user names,
-because a stranger's run folder could name any database.
+Invariant: it cannot write, and opens only a ledger in the run's folder or one that the user names, because
+a stranger's run folder could name any database.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tinkerscript.ledger.reading import NamedRow, Reading, Rows, SqliteReading
 from tinkerscript.ledger.tokens import TrainedSequence, unpacked_sequences
 from tinkerscript.rollouts.call import Call
 
-# Names a ledger outside of the run's folder that may be read, as in `interchange_server.store`.
+# The user's consent to read this ledger outside of the run's folder.
 STORE_VARIABLE = "TINKERSCRIPT_STORE"
 
-# Name of the fact with the trainer's latest status as JSON; see `train.run_status`.
+# Name of the fact that holds the trainer's status; see `train.run_status`.
 STATUS = "status"
 
 MAX_CONFIG_BYTES = 2**20
@@ -37,8 +37,8 @@ class LedgerReader:
         """`store` is the config's `interchange_server.store`. Empty: the one in the folder's config, if it
         is a file in the folder or equals the user's environment variable.
 
-        Raises ConfigError if the folder has no run, or its ledger has another version or cannot be read.
-        Until the ledger exists, queries return nothing.
+        Raises ConfigError without a run, or for a ledger of another version or an unreadable one. Until the
+        ledger exists, queries return nothing.
         """
         self.folder = folder
         self._config: tuple[int, dict[str, Any]] = (0, {})
@@ -51,7 +51,7 @@ class LedgerReader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The run's config, read again if it changed: resuming may change it. Raises ConfigError."""
+        """The run's config, reread when it changes. Raises ConfigError."""
         path = self.folder / CONFIG_FILE
         try:
             changed = path.stat().st_mtime_ns
@@ -90,8 +90,7 @@ class LedgerReader:
         return lambda: SqliteReading(file_of(self._store, self.folder))
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> Rows:
-        """Run a SELECT with `?` for each parameter, in SQL that SQLite and PostgreSQL share. Raises
-        StoreError."""
+        """Run a SELECT that both SQLite and PostgreSQL understand. Raises StoreError."""
         found: Reading | None = getattr(self._of_thread, "reading", None)
         if found is None or not found.is_there:
             found = self._of_thread.reading = self._connect()
@@ -114,9 +113,9 @@ class LedgerReader:
         return str(self.setting("engine", "model") or "")
 
     def calls(self, sequence: int, attempt: int) -> list[Call]:
-        """Calls of a claim, oldest first. Empty if there were none or they were dropped.
+        """Calls of a claim, oldest first. Empty if they were dropped.
 
-        Raises NotRecordedError for data that no server wrote, such as a few bytes that expand to gigabytes.
+        Raises NotRecordedError for data that no server wrote.
         """
         return self.calls_of(CALLS_OF_CLAIM.replace("{s}", ""), (sequence, attempt))
 
@@ -129,7 +128,7 @@ class LedgerReader:
             raise NotRecordedError(f"the ledger holds something else than calls: {error}") from error
 
     def sequences(self, sequence: int) -> dict[int, list[TrainedSequence]]:
-        """Step -> what it did with this episode's sequences, over all roles. Raises NotRecordedError."""
+        """Step -> what it did with the episode's sequences, over all roles. Raises NotRecordedError."""
         query = "SELECT step, sequences FROM tokens WHERE episode = ? AND undone = 0 ORDER BY step, role"
         found: dict[int, list[TrainedSequence]] = {}
         try:
@@ -146,13 +145,13 @@ class LedgerReader:
         return [attempt for (attempt,) in self.rows(query, (sequence,))]
 
     def transcript(self, sequence: int, attempt: int) -> bytes:
-        """A transcript, as the program sent it: its bytes may be anything."""
+        """A transcript, which may be any bytes."""
         query = "SELECT transcript FROM transcripts WHERE episode = ? AND attempt = ?"
         found = self.row(query, (sequence, attempt))
         return b"" if found is None else found[0]
 
     def close(self) -> None:
-        """Close the connection of the calling thread."""
+        """Close the calling thread's connection."""
         self._of_thread.reading.close()
         del self._of_thread.reading
 
@@ -175,10 +174,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Name -> folder of the run at `root`, or of the runs in it.
-
-    Raises ConfigError if there are none.
-    """
+    """Name -> folder of the run at `root`, or of the runs in it. Raises ConfigError if there are none."""
     if is_run(root):
         root = root.resolve()
         return {root.name: root}
