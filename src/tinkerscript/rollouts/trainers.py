@@ -367,7 +367,7 @@ def refuse_episode_errors(episode: EpisodeRollouts, form: str) -> None:
 
 
 def refuse_errors(rollout: Rollout, prompts: Mapping[str, bytes], form: str) -> None:
-    """Raise ConversionError for a sequence that must not train. `prompts`: known full prompts of its calls."""
+    """Raise ConversionError for a sequence that must not train. `prompts`: its calls' known full prompts."""
     errors = find_errors(rollout, vocabulary=2**31, prompts=prompts)
     errors = [error for error in errors if error not in _OTHER_TRAINERS_MAY]
     if errors:
