@@ -94,7 +94,7 @@ class LoraBase:
         return self.decoder.with_adapter(AdapterTensors(settings.alpha / settings.rank, modules, slot))
 
     def prove(self, settings: LoraSettings) -> None:
-        """Raise EngineError unless decoders agree with the module tree on an adapter that changes it a lot."""
+        """Raise EngineError unless decoders agree with the module tree on an adapter that changes it much."""
         adapter = self.new_adapter(settings)
         adapter.exaggerate()
         adapter.activate()
@@ -354,7 +354,7 @@ def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def merged(folder: Path) -> PreTrainedModel:
-    """A checkpoint's adapter merged into its base, in the base's dtype. Raises ConfigError and EngineError."""
+    """A checkpoint's adapter merged into its base, in its dtype. Raises ConfigError and EngineError."""
     base = base_of_adapter(folder)
     if base is None:
         raise EngineError(

@@ -1,8 +1,6 @@
 """`Interchange`: hands out episodes, and commits every change of the book before anyone hears of it.
 
-Invariant: the book changes, the ledger commits, and only then is the change answered or an outcome sent to
-the trainer. Code that changes the book calls `settle` without an await in between, and answers after
-`commit`.
+Code that changes the book calls `settle` without an await in between, and answers after `commit`.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.tracing import claim_over, is_on
 from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
 
-ROLLING: EngineStatus = "ENGINE.ROLLING"  # Episodes are handed out only in this status.
+ROLLING: EngineStatus = "ENGINE.ROLLING"  # The only status in which episodes are handed out.
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ logger = logging.getLogger(__name__)
 class EngineState:
     status: EngineStatus = "ENGINE.OFFLINE"
     without_trainer: EngineStatus = "ENGINE.OFFLINE"
-    """Status while no trainer is connected. ROLLING if an inference server samples instead."""
+    """Without a trainer. ROLLING if an inference server samples instead."""
 
     policy_version: int = 0
     global_step: int = 0
@@ -73,14 +71,14 @@ class EngineState:
     run_finished: bool = False
     failure: str = ""
     usable_versions: frozenset[int] | None = None
-    """Policy versions that may still train; None: the trainer has no such rule."""
+    """None: all versions may train."""
 
     client_samples: bool = True
     """Whether samples that clients register may train."""
 
     batch: BatchProgress | None = None
     booting: bool = False
-    """Whether a trainer was started and has not reported yet."""
+    """A trainer was started and has not reported yet."""
 
 
 class Interchange:
@@ -98,18 +96,18 @@ class Interchange:
         totals: Totals | None = None,
         keeps_failed_calls: bool = False,
     ) -> None:
-        """Each of `forget` is called with the uuid and attempt of every closed claim.
+        """Each of `forget` gets the uuid and attempt of every closed claim.
 
-        With `keeps_failed_calls`, calls of claims that do not count stay in the ledger.
+        `keeps_failed_calls`: calls of claims that do not count stay in the ledger.
         """
         self.book = book
         self.engine = EngineState()
         self.on_ended: Callable[[list[int]], None] = lambda numbers: None
-        """Gets the end numbers of episodes, in order, once their outcomes are committed."""
+        """Gets the end numbers of episodes in order, after the commit."""
 
         self.committed_end = 0
         self._last_end = 0
-        """Last end number given to the ledger."""
+        """In the ledger."""
 
         self._ledger = ledger
         self._metrics = metrics
@@ -121,7 +119,7 @@ class Interchange:
         self._keeps_failed_calls = keeps_failed_calls
         self._long_polls = LongPollQueue()
         self._polling: Counter[str] = Counter()
-        """Client -> number of its waiting claim requests."""
+        """Client -> waiting claim requests."""
         engine = self.engine
         metrics.watch("waiting_clients", "Clients in long polls.", lambda: len(self._long_polls))
         metrics.watch("policy_version", "Version of the newest weights.", lambda: engine.policy_version)
@@ -129,7 +127,7 @@ class Interchange:
         metrics.watch("rolling", "Whether episodes are handed out.", lambda: engine.status == ROLLING)
         metrics.watch("run_finished", "Whether the run is finished.", lambda: engine.run_finished)
         self._pools_ahead: frozenset[str] = frozenset()
-        """Clients' pools that are too far ahead of the trainer to get more claims."""
+        """Clients' pools too far ahead of the trainer to get more claims."""
 
         self._status_changed = asyncio.Event()
         self._earlier_deadline = asyncio.Event()
@@ -147,7 +145,7 @@ class Interchange:
         )
 
     async def recall(self, uuids: Iterable[str]) -> None:
-        """Load into the book those episodes that only the ledger has. Raises StoreError."""
+        """Load episodes that only the ledger has into the book. Raises StoreError."""
         missing = [uuid for uuid in uuids if uuid not in self.book and _is_text(uuid)]
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
@@ -159,8 +157,8 @@ class Interchange:
         return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
-        """Load into the book what a resumption after `step` may change: episodes that later steps planned or
-        used (`used`: their sequences), and the rest of unfinished groups. Raises StoreError."""
+        """Load what a resumption after `step` may change: episodes that later steps planned or used
+        (sequences in `used`), and the rest of unfinished groups. Raises StoreError."""
         await self._recall("step > ?", step)
         begun = "SELECT group_id FROM {s}episodes WHERE consumed = 0 AND step > 0 AND episode_type = 'train'"
         await self._recall(f"group_id IN ({begun})")
@@ -176,7 +174,7 @@ class Interchange:
             self.book.recall(await _with_attempts(self._ledger, rows[start : start + PAGE]))
 
     async def run(self) -> None:
-        """Expire leases until cancelled. Raises StoreError as soon as a commit fails."""
+        """Expire leases until cancelled. Raises StoreError when a commit fails."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire_leases())
             tasks.create_task(self._ledger.failed())
@@ -187,7 +185,7 @@ class Interchange:
 
     @property
     def idle_clients(self) -> int:
-        """Clients that wait and hold no claim. A busy worker also waits, for more."""
+        """Clients that wait and hold no claim. Busy workers also wait, for more."""
         return sum(not self.book.claims_held(name) for name in self._polling)
 
     @contextmanager
@@ -209,7 +207,7 @@ class Interchange:
     # Commit ordering
 
     def settle(self) -> None:
-        """Write the book's changes to the ledger, and notify everyone they concern."""
+        """Write the book's changes to the ledger, and notify whom they concern."""
         changes = self.book.take_changes()
         changed = [*changes.added.values(), *changes.saved.values()]
         self._ledger.note(rows_of(changes))
@@ -268,16 +266,16 @@ class Interchange:
         await self._ledger.durable()
 
     def when_committed(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once all settled changes are committed, and never before this call returns."""
+        """Run `callback` once all settled changes are committed, never before this call returns."""
         self._ledger.after_commit(callback)
 
     # Claims
 
     async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
-        """Claim episodes. Returns the `fail_cause` if there are none within `request.wait_s`.
+        """Claim episodes, or return the `fail_cause` after `request.wait_s`.
 
-        A request whose `claim_request_id` was already answered gets the same claims again. Raises
-        QuotaError if the client waits too often already, and UnauthorizedError 403 in quarantine.
+        A repeated `claim_request_id` gets the same claims. Raises QuotaError if the client waits too often,
+        and UnauthorizedError 403 in quarantine.
         """
         self.clients.seen(request.client_uuid)
         until = self._clock() + request.wait_s
@@ -312,7 +310,7 @@ class Interchange:
     def withdraw(self, request: ClaimEpisodeRequest, claims: list[Claim]) -> None:
         """Take back the claims of a client that disconnected before the reply.
 
-        With a request id the client keeps them, because it will repeat the request.
+        With a request id it keeps them, because it will repeat the request.
         """
         if request.claim_request_id:
             return
@@ -325,7 +323,7 @@ class Interchange:
         self.settle()
 
     def stop_client(self, client: str) -> None:
-        """Requeue the client's episodes and give it no more. `NAME/` stops all programs of an account."""
+        """Requeue the client's episodes and give it no more. `NAME/` stops an account."""
         self.clients.stop(client)
         for name in self.book.claims_by_client(client) if client.endswith("/") else (client,):
             self.book.release_client(name, "an operator has stopped the client", kind=CLIENT_STOPPED)
@@ -358,7 +356,7 @@ class Interchange:
 
     @property
     def why_over(self) -> str:
-        """Why there will be no more episodes; empty while there may be some."""
+        """Why there will be no more episodes, or empty."""
         if not self.engine.run_finished:
             return ""
         return f"The run has failed: {self.engine.failure}" if self.engine.failure else RUN_FINISHED
@@ -408,7 +406,7 @@ class Interchange:
 
     @property
     def _trains_too_late(self) -> bool:
-        """Whether the current policy's samples would be too old by the time they train."""
+        """Whether current samples would be too old when they train."""
         usable = self.engine.usable_versions
         return usable is not None and self.engine.policy_version not in usable
 
@@ -454,7 +452,7 @@ class Interchange:
         return NO_EPISODES
 
     def register(self, new: NewEpisode, *, limited: bool = False) -> None:
-        """Add an episode and its copies, all or none. With `limited`, the pool's quota applies.
+        """Add an episode and its copies, all or none. `limited`: the pool's quota applies.
 
         Raises ValueError for an invalid episode, ConflictError for a known uuid with other content, and
         QuotaError.
@@ -498,7 +496,7 @@ class Interchange:
     # The engine
 
     def sample_without_trainer(self, model: str) -> None:
-        """Hand out episodes even without a trainer, because an inference server samples."""
+        """Hand out episodes without a trainer, because an inference server samples."""
         self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)
@@ -508,14 +506,14 @@ class Interchange:
         return self.engine.client_samples
 
     def trainer_starts(self) -> None:
-        """Note that a trainer was started. It boots until it reports or ends."""
+        """Note that a trainer boots, until it reports or ends."""
         self.engine.booting = True
         self.engine.run_finished, self.engine.failure = False, ""
         self.run_end.set(False)
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
-        """Note that no trainer is connected: it is silent, or it ended with `failure`."""
+        """Note that the trainer is silent, or ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
@@ -527,7 +525,7 @@ class Interchange:
     def trainer_says(self, hello: Hello) -> None:
         engine = self.engine
         if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
-            return  # A late message of the previous trainer.
+            return  # Late, from the previous trainer.
         engine.booting = False
         self.clients.own_prefix = own_clients(hello.trainer_id)
         too_late, ahead = self._trains_too_late, self._pools_ahead
@@ -549,7 +547,7 @@ class Interchange:
         self.set_status(hello.engine_status)
 
     def set_status(self, status: EngineStatus) -> None:
-        """Set the engine's status. Claims wait unless it is ROLLING."""
+        """Claims wait unless it is ROLLING."""
         if status != self.engine.status:
             logger.info("engine.status from=%s to=%s", self.engine.status, status)
             self.engine.status = status
@@ -565,7 +563,7 @@ class Interchange:
     # Leases
 
     async def _expire_leases(self) -> None:
-        """Close expired claims at each deadline. Wakes up if an earlier deadline appears."""
+        """Close expired claims at each deadline, or earlier if a new one appears."""
         while True:
             self._earlier_deadline.clear()
             self._next_expiry = self.book.leases.next_deadline()
@@ -586,7 +584,7 @@ class Interchange:
         self.settle()
 
 
-# Episodes to read at once. The pause between two pages lets a database lease be renewed.
+# Between two pages, a database lease can be renewed.
 PAGE = 5000
 
 
@@ -623,7 +621,7 @@ async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
 async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[EpisodeRecord]:
     among = f"({', '.join(str(row.sequence) for row in page)})"
     attempts: dict[int, list[AttemptRow]] = {}
-    # Attempt 0, which ended an episode that no client held, is the last failure.
+    # Attempt 0 is the last failure: it ended an episode that no client held.
     last = "CASE WHEN attempt = 0 THEN 1 ELSE 0 END"
     in_order = f"WHERE episode IN {among} ORDER BY episode, {last}, attempt"
     for attempt in await ledger.rows(AttemptRow, in_order):
@@ -653,7 +651,7 @@ async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[Episode
 
 
 def _is_text(text: str) -> bool:
-    """False for lone surrogates, which JSON can hold and no database can."""
+    """False for lone surrogates, which JSON can hold and databases cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
 """What the server does for the trainer: `TrainerMessageHandler` executes its messages, `OutcomeStream`
 sends it the outcomes of episodes.
 
-Invariant: a message that cannot be executed is logged, counted or answered; it never stops the link.
+Invariant: a bad message is logged, counted or answered; it never stops the link.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink, TrainerE
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 16  # Outcomes whose calls are read from the ledger together.
-MAX_ON_THE_WAY = MAX_FRAME_BYTES  # Bytes of unconfirmed outcomes at which sending pauses.
-LAST_COMMIT = "last_commit"  # Name of the fact that holds a `LastCommit`.
-OVERHEAD = 1024  # Upper bound of a message's bytes around each call, and around the rest.
+AT_ONCE = 16  # Outcomes read from the ledger together.
+MAX_ON_THE_WAY = MAX_FRAME_BYTES  # Bytes of unconfirmed outcomes.
+LAST_COMMIT = "last_commit"  # Name of the fact.
+OVERHEAD = 1024  # Upper bound of a message's bytes around each call, and the rest.
 
 
 class LastCommit(msgspec.Struct, frozen=True):
-    """A trainer's newest commit, stored in the same transaction as its rows."""
+    """A trainer's newest commit, stored in its transaction."""
 
     trainer: str = ""
     number: int = 0
 
 
 async def read_last_commit(ledger: Ledger) -> LastCommit:
-    """Read the newest commit from the ledger. Raises StoreError."""
+    """Raises StoreError."""
     found = await ledger.read("SELECT value FROM {s}facts WHERE name = ?", (LAST_COMMIT,))
     return msgspec.json.decode(found[0][0], type=LastCommit) if found else LastCommit()
 
@@ -94,8 +94,8 @@ async def resume_run(
     replay_lag: int = 0,
     plan_lag: int = 0,
 ) -> History:
-    """Resume the run from the newest of `checkpoints`, in the book and the ledger; see `find_beginning`
-    and `Resume`.
+    """Resume the run from the newest of `checkpoints`, in book and ledger; see `find_beginning` and
+    `Resume`.
 
     Raises ConfigError, and changes nothing, if the ledger cannot resume from them.
     """
@@ -103,8 +103,7 @@ async def resume_run(
     beginning = await find_beginning(ledger, checkpoints, replay_lag=replay_lag)
     history, book = beginning.history, interchange.book
     await interchange.recall_after(history.step, beginning.used)
-    # No await from here to the commit, so that everything is one transaction: what the undone steps say
-    # about their episodes cannot be read again afterwards.
+    # One transaction, without an await before the commit: the undone steps' facts cannot be read again.
     undo_later(ledger, history, time=time.time())
     for episode in book.resume(
         history.step, history.resumption, beginning.used, plan_lag=plan_lag, spoiled=beginning.spoiled
@@ -115,7 +114,7 @@ async def resume_run(
         for each in book.planned(history.step + 1, plan_lag=plan_lag)
     ]
     for episode in book.open_ends.values():
-        if episode.state == "failed":  # The trainer waits for it, so an operator may not retry it.
+        if episode.state == "failed":  # The trainer waits for it, so no operator may retry it.
             book.offer_failure(episode.uuid)
     await interchange.commit()
     return msgspec.structs.replace(
@@ -128,7 +127,7 @@ async def resume_run(
 
 
 class TrainerMessageHandler:
-    """Serves the link. `run` owns its tasks, including the one that sends outcomes."""
+    """Serves the link. `run` owns its tasks."""
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class TrainerMessageHandler:
         self._last_commit = last_commit
         self._storage = storage
         self._resuming = ("", 0)
-        """Trainer that resumes or has resumed the run, and the id of its request."""
+        """The resuming trainer, and the id of its request."""
 
         self._resumed: Answer | None = None
         self._beginning = asyncio.Lock()
@@ -174,7 +173,7 @@ class TrainerMessageHandler:
     def handle(self, event: LinkEvent) -> None:
         try:
             self._handle(event)
-        except StoreError:  # Memory is ahead of the ledger now, so the server must end.
+        except StoreError:  # Memory is ahead of the ledger, so the server must end.
             raise
         except Exception:
             logger.exception("link.drop reason=failed message=%s", type(event).__name__)
@@ -249,8 +248,7 @@ class TrainerMessageHandler:
         self._interchange.when_committed(lambda: self._link.send(done))
 
     def _commit(self, message: Commit) -> None:
-        """Write a trainer's rows, each commit once and in order. Trainers repeat commits that are not
-        confirmed."""
+        """Write a trainer's rows, each commit once and in order, although trainers repeat unconfirmed ones."""
         trainer, last = self._link.trainer_id, self._last_commit
         done = last.number if last.trainer == trainer else 0
         if message.number > done + 1:
@@ -282,8 +280,7 @@ class TrainerMessageHandler:
         self._link.send(await self._answered(request, work))
 
     async def _answered(self, request: Request, work: Awaitable[Answer]) -> Answer:
-        """Await `work`. If it fails, return the reason, because trainers repeat unanswered requests
-        forever."""
+        """Await `work`, or return why it failed: trainers repeat unanswered requests forever."""
         name, is_config = type(request).__name__, False
         try:
             return await work
@@ -298,7 +295,7 @@ class TrainerMessageHandler:
         return RequestFailed(request_id=request.request_id, reason=reason, is_config=is_config)
 
     def _resume(self, request: Resume) -> None:
-        """Resume once, however often the trainer repeats its request."""
+        """Resume once, however often the trainer asks."""
         key = self._link.trainer_id, request.request_id
         if key != self._resuming:
             self._resuming, self._resumed = key, None
@@ -310,7 +307,7 @@ class TrainerMessageHandler:
         key = self._resuming
         async with self._beginning:
             answer = await self._answered(request, self._begun(request))
-        if key == self._resuming:  # Otherwise another trainer took over meanwhile.
+        if key == self._resuming:  # Otherwise another trainer took over.
             self._resumed = answer
             self._say_resumed(answer)
 
@@ -343,11 +340,10 @@ class TrainerMessageHandler:
 
 
 class OutcomeStream:
-    """Sends the trainer the committed, unused outcomes in the order of their end numbers, with their
-    calls.
+    """Sends the trainer the committed, unused outcomes in order of their end numbers, with their calls.
 
-    Invariants: an outcome is sent again until the trainer has it. An outcome too large for a message fails
-    its episode, with the reason, so that it does not block the others.
+    Invariants: an outcome is sent again until the trainer has it. One too large for a message fails its
+    episode, so that it does not block the others.
     """
 
     def __init__(self, interchange: Interchange, ledger: Ledger, link: ServerLink) -> None:
@@ -358,16 +354,16 @@ class OutcomeStream:
         self._follows = False
         self._waiting: deque[int] = deque()
         self._position = self._sent = 0
-        """Last end numbers that the trainer has taken, and that were sent."""
+        """Last end numbers taken, and sent."""
 
         self._under_way: deque[tuple[int, int]] = deque()
-        """End number and size of the outcomes sent after the position."""
+        """End number and size of outcomes sent after the position."""
 
         self._arrived_before = -1
-        """Last end number that the trainer had at the previous `repeat`."""
+        """The trainer's last end number at the previous `repeat`."""
 
         self._readings = 0
-        """Incremented by each `follow`, which makes running sends stale."""
+        """Each `follow` makes running sends stale."""
 
         self._changed = asyncio.Event()
         interchange.on_ended = self._ended
@@ -383,7 +379,7 @@ class OutcomeStream:
         self._changed.set()
 
     def received(self, position: int) -> None:
-        """Note that the trainer has taken the outcomes up to `position`."""
+        """The trainer has outcomes up to `position`."""
         self._position = max(self._position, position)
         while self._under_way and self._under_way[0][0] <= position:
             self._under_way.popleft()
@@ -416,9 +412,9 @@ class OutcomeStream:
         return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord], reading: int) -> None:
-        """Send outcomes. If one cannot be read or encoded, only that one fails.
+        """Send outcomes. One that cannot be read or encoded fails alone.
 
-        Nothing is sent if `follow` was called meanwhile, which has queued these outcomes again.
+        Stops after a `follow`, which has queued these outcomes again.
         """
         try:
             first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
@@ -445,7 +441,7 @@ class OutcomeStream:
                 await self._give_up(episode, f"the result and its calls have {size} bytes; {limit}", reading)
 
     async def outcome(self, episode: EpisodeRecord) -> Outcome:
-        """How an episode ended, with the calls of the claim that counts."""
+        """An episode's end, with the calls of the claim that counts."""
         if episode.state == "failed":
             return outcome_of(episode)
         (calls,) = await self._ledger.calls([(episode.sequence, episode.attempt)])
@@ -474,7 +470,7 @@ class OutcomeStream:
 
 
 def _size_of(outcome: Outcome) -> int:
-    """Upper bound of a message's size in bytes."""
+    """Upper bound in bytes."""
     calls = list[Call]()
     if isinstance(outcome, EpisodeAccepted):
         calls, outcome = outcome.all_calls, msgspec.structs.replace(outcome, all_calls=[])
@@ -483,7 +479,7 @@ def _size_of(outcome: Outcome) -> int:
 
 
 def outcome_of(episode: EpisodeRecord, calls: Sequence[Call] = (), *, result: bytes = b"") -> Outcome:
-    """The message that tells the trainer how an episode ended. `calls`: of the claim that counts."""
+    """Tells the trainer how an episode ended. `calls`: of the claim that counts."""
     failures: list[dict[str, object]] = [failure.model_dump() for failure in episode.failures]
     if episode.state == "failed":
         return EpisodeFailed(
@@ -526,7 +522,7 @@ def _within_64_bits(digits: str) -> int | float:
 
 
 class _Output(msgspec.Struct):
-    """The fields of a stored `WorkflowOutput` that the trainer gets besides the reward."""
+    """What the trainer gets of a `WorkflowOutput` besides the reward."""
 
     role_rewards: dict[str, float] = {}
     call_rewards: dict[str, float] = {}
@@ -536,7 +532,7 @@ class _Output(msgspec.Struct):
 
 
 def _read(result: bytes) -> _Output:
-    """Decode a stored result. Integers too large for msgpack become floats."""
+    """Integers too large for msgpack become floats."""
     output = msgspec.json.decode(result, type=_Output)
     try:
         msgspec.msgpack.encode(output.metadata)

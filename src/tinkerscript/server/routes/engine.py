@@ -1,8 +1,8 @@
 """Endpoints of the engine: sync a training config, start and stop a trainer, get an adapter.
 
-Invariants: at most one trainer is started. It joins over the link like any other, resumes the run in the
-folder, and is stopped when the server shuts down. A config is accepted only while the engine is OFFLINE,
-and is parsed safely. All routes need the admin role.
+Invariants: at most one trainer is started. It joins over the link like any other, resumes the folder's run,
+and stops with the server. A config is accepted only while the engine is OFFLINE. All routes need the admin
+role.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ENDING_S = 30.0  # How long `/start_engine` waits for a trainer to stop.
 
 
 class EngineRoutes:
-    """The engine's routes and the trainer that they start, which `run` watches and stops."""
+    """The engine's routes, and the trainer that they start."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class EngineRoutes:
         ending_s: float = ENDING_S,
     ) -> None:
         """`trainer`: command that trains, called with a config, `--join` and the run's folder. `ending_s`:
-        seconds that a trainer gets to stop."""
+        seconds for a trainer to stop."""
         self._run_dir = run_dir
         self._command = trainer
         self._ending_s = ending_s
@@ -75,7 +75,7 @@ class EngineRoutes:
         self._stopping = False
         self._ended = asyncio.Event()
         self._log_begins = 0
-        """Offset in the log file where the current trainer's output begins."""
+        """Where the current trainer's output begins in the log file."""
 
     def router(self) -> APIRouter:
         """All routes. They need the admin role."""
@@ -146,7 +146,7 @@ class EngineRoutes:
         return SuccessResponse(success=True)
 
     async def run(self) -> None:
-        """Watch each started trainer until cancelled, then ask a running one to stop."""
+        """Watch started trainers until cancelled, then ask a running one to stop."""
         try:
             while True:
                 await self._started.wait()
@@ -168,11 +168,11 @@ class EngineRoutes:
 
     @property
     def _trainer_is_there(self) -> bool:
-        """False for a trainer that reported OFFLINE, because it is about to disconnect."""
+        """False after it reported OFFLINE, because it is about to disconnect."""
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
     async def _end_by_force(self) -> None:
-        """Stop the trainer, by force if necessary. One that was started by hand is only asked."""
+        """Stop the trainer, by force if we started it."""
         if self._link.connected or self._trainer is not None:
             await self.stop_engine()
         if (trainer := self._trainer) is not None:
@@ -181,7 +181,7 @@ class EngineRoutes:
                 logger.warning("trainer.killed pid=%d", trainer.pid)
                 trainer.kill()
                 await self._ended.wait()
-        if self._trainer_is_there:  # It was started by hand, so there is no process to kill.
+        if self._trainer_is_there:  # Started by hand: there is no process to kill.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._ending_s):
                     await self._interchange.offline()
