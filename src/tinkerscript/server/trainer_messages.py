@@ -248,7 +248,7 @@ class TrainerMessageHandler:
         self._interchange.when_committed(lambda: self._link.send(done))
 
     def _commit(self, message: Commit) -> None:
-        """Write a trainer's rows, each commit once and in order, although trainers repeat unconfirmed ones."""
+        """Write a trainer's rows, each commit once and in order. Trainers repeat unconfirmed ones."""
         trainer, last = self._link.trainer_id, self._last_commit
         done = last.number if last.trainer == trainer else 0
         if message.number > done + 1:

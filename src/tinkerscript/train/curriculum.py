@@ -1,11 +1,11 @@
 """`Curriculum`: skips samples that teach little, by the pass rates that the run itself has seen.
 
 A sample is asked until a step has taken one of its groups. Then it is `open` while attempts both pass and
-fail, or retired as `solved` or `hopeless` if its rate is near 1 or 0. Retired samples are still asked now and
-then, and reopen if their rate has moved.
+fail, or retired as `solved` or `hopeless` with a rate near 1 or 0. Retired samples are sometimes asked, and
+may reopen.
 
-Invariant: whether a position is asked depends only on the seed, the position and the groups that earlier
-steps took. Checkpoints contain the rates, so a resumed run asks the same samples.
+Invariant: whether a position is asked depends only on the seed, the position and earlier steps' groups.
+Checkpoints contain the rates, so a resumed run asks the same samples.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 Pool = Literal["open", "solved", "hopeless"]
 
-# A sample is hopeless below this pass rate, and solved above 1 minus it.
+# Hopeless below this pass rate, solved above 1 minus it.
 RETIRED_BELOW = 0.05
 
-# Share of retired samples that are asked all the same, because their rates move while the policy learns.
+# Share of retired samples to ask, because their rates move.
 REVISIT = 0.1
 
-# Smallest weight of an open sample. The weight is 4 p (1 - p): the variance of a pass at rate p, divided by
-# its maximum.
+# Smallest weight of an open sample. At pass rate p it is 4 p (1 - p), the relative variance.
 LEAST = 0.25
 
 NEWEST_GROUP = 0.5
-"""Weight of the newest group in a sample's rate."""
+"""Weight of the newest group in a rate."""
 
 
 @dataclass
@@ -46,7 +45,7 @@ class Curriculum:
     """`key_of` a sample's payload -> pass rate."""
 
     def __post_init__(self) -> None:
-        self._passed_over = 0  # Positions skipped since the last metrics.
+        self._passed_over = 0  # Since the last metrics.
 
     def admits(self, position: int, payload: Mapping[str, Any]) -> bool:
         uniform = random.Random(f"{self.seed}/{position}/curriculum").random()
@@ -88,5 +87,5 @@ def pool_of(rate: float) -> Pool:
 
 
 def key_of(payload: Mapping[str, Any]) -> str:
-    """A key that is unique among the samples of all tasks."""
+    """Unique among the samples of all tasks."""
     return f"{payload['task']}\n{payload['sample'].get('id')}"

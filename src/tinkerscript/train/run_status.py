@@ -1,6 +1,6 @@
 """`RunStatus` writes a run's progress and messages into its ledger for the page and `show`.
 
-Invariant: training never depends on it, so a run trains the same whether or not anyone watches.
+Training never depends on it, so a run trains the same whether or not anyone watches.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 SAID_EVERY_S = 0.2
 
 LAST_WORDS_S = 2.0
-"""Time limit for recording how the run ended."""
+"""For recording how the run ended."""
 
 
 class RunStatus(ProgressReporter):
-    """Forwards progress to `shown`, and writes it into the ledger once there is one."""
+    """Forwards progress to `shown`, and writes it into the ledger."""
 
     def __init__(self, shown: ProgressReporter) -> None:
         self._shown = shown

@@ -1,7 +1,7 @@
 """Differences between versions of Tinker's SDK (0.24 to 0.38), and between servers.
 
-Features are detected, not compared by version. Whatever the SDK raises becomes an EngineError; for an
-unexpected reply that is a ValueError or AssertionError.
+Features are detected, not compared by version. The SDK's errors become EngineErrors, including ValueError
+or AssertionError for an unexpected reply.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def connect(base_url: str) -> tinker.ServiceClient:
 async def capabilities(
     service: tinker.ServiceClient, base_url: str
 ) -> tinker.types.GetServerCapabilitiesResponse:
-    """Capabilities come from the session's client up to 0.36, and from the REST client since."""
+    """From the session's client up to 0.36, from the REST client since."""
     rest_client: Any = getattr(tinker, "RestClient", None)
     if hasattr(rest_client, "get_server_capabilities"):
         rest = await asyncio.to_thread(rest_client, base_url=base_url or None)
@@ -68,8 +68,8 @@ async def capabilities(
 async def new_client(owner: object, method: str, *args: object, **options: object) -> Any:
     """Call `owner.method(...)` without blocking.
 
-    Up to 0.36 the method blocks, but `METHOD_async` does not. Since 0.38 it returns a future or a known
-    result, and `METHOD_async` is deprecated.
+    Up to 0.36 only `METHOD_async` does not block. Since 0.38 it is deprecated, and the method returns a
+    future or a result.
     """
     call = getattr(owner, f"{method}_async", None)
     if call is None or hasattr(call, "__deprecated__"):
@@ -79,7 +79,7 @@ async def new_client(owner: object, method: str, *args: object, **options: objec
 
 
 def awaitable(future: Awaitable[T] | concurrent.futures.Future[T]) -> Awaitable[T]:
-    """A sampling client's future, which cannot be awaited up to 0.36."""
+    """Up to 0.36, a sampling client's future cannot be awaited."""
     return future if isinstance(future, Awaitable) else asyncio.wrap_future(future)
 
 
@@ -157,7 +157,7 @@ def _fields(description: Mapping[str, Any], path: str, inner: str) -> set[str]:
 
 
 def _properties(description: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An object's fields; for `anyOf`, those that come first."""
+    """An object's fields; for `anyOf`, the first ones."""
     reference = schema.get("$ref", "")
     if reference:
         name = reference.rpartition("/")[2]
