@@ -1,10 +1,10 @@
 """`EngineContext`: what all clients of one engine share. `EngineThread`: the one thread that owns torch.
 
-Jobs run in order, long ones in slices. After each slice, sampling gets the thread for as long as the slice
-took, so a token waits for at most one slice and neither side starves.
+Jobs run in order, long ones in slices. After each slice, sampling gets the thread for as long, so neither
+side starves.
 
 Invariants: every future resolves, with the error if a job fails. Within `max_context` the decoder equals
-the model: it ends where a rotary embedding would change with the text's length.
+the model: it ends where a rotary embedding would change with the length.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from tinkerscript.engine.kv_cache import CacheBudget
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError, EngineRequestError
 
-# Names of the context length in model configs.
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
 
 
@@ -54,8 +53,6 @@ class EngineContext:
     folder: Path
     thread: EngineThread
     decode: Callable[[list[int]], str]
-    """Turns ids into text, with special tokens."""
-
     random: np.random.Generator
     max_batch: int
     max_context: int
@@ -123,7 +120,7 @@ def exact_context(config: PreTrainedConfig) -> int:
 
 
 def short_context(config: PreTrainedConfig) -> str | None:
-    """Why `exact_context` is less than half of the model's own limit."""
+    """Why `exact_context` is below half of the model's own limit."""
     (own, _), *_ = limits = _limits(config)
     held, reason = min(limits)
     if 2 * held >= own:
@@ -223,7 +220,7 @@ class EngineThread:
         return self.call_in_slices(whole)
 
     def call_in_slices(self, begin: Callable[[], Slices[T]]) -> Future[T]:
-        """Run a generator. Sampling runs when it yields; other jobs wait."""
+        """Sampling runs when the generator yields; other jobs wait."""
         future: Future[T] = Future()
         self._put(Job(begin, future))
         return future
@@ -279,7 +276,6 @@ class EngineThread:
             self._batches.append(batch)
 
     def _work(self) -> None:
-        """Run a slice of the current job, or of the next one."""
         while self._running is None and self._jobs and not self._ended:
             job = self._jobs.popleft()
             if job.future.set_running_or_notify_cancel():
@@ -297,7 +293,6 @@ class EngineThread:
             future.set_exception(error)
 
     def _decode(self, seconds: float) -> None:
-        """Step every batch once, or while there are jobs for `seconds`."""
         until = time.monotonic() + (seconds if self._running or self._jobs else 0)
         while self._batches and not self._ended:
             for batch in list(self._batches):

@@ -77,7 +77,7 @@ class Decoder(ABC):
     device: torch.device
     dtype: torch.dtype
     spread: float
-    """Rows share a step unless their lengths differ by more than this factor (`KVCache`)."""
+    """Rows share a step if their lengths differ by at most this factor (`KVCache`)."""
 
     @abstractmethod
     def with_adapter(self, adapter: AdapterTensors) -> Decoder:
@@ -88,8 +88,7 @@ class Decoder(ABC):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer has a state. Such a model prefills a new prompt in one piece, and continues token
-        by token."""
+        """Whether a layer has a state. Such a model continues token by token."""
         return False
 
     @abstractmethod
@@ -109,8 +108,7 @@ class Decoder(ABC):
     def step(self, ids: Tensor, groups: Sequence[RowGroup[Any]]) -> Tensor:
         """ids (n,): the newest token of each row in all groups -> logits (n, V).
 
-        Writes the next position, which must be reserved, and attends up to it. Does not change the groups'
-        lengths.
+        Writes the next position, which must be reserved. Does not change the groups' lengths.
         """
 
 
@@ -125,10 +123,8 @@ class FusedDecoder(Decoder):
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
     ) -> None:
-        """`shares`: use the model's own weights, which must be frozen and of `dtype`.
-
-        Fused projections become views of the fused weights, so nothing is stored twice.
-        """
+        """`shares`: use the model's own weights, which must be frozen and of `dtype`. Fused projections
+        become views."""
         self.device, self.dtype = model.device, dtype
         self._shares = shares
         self._lora: list[dict[str, _Factors]] = []
@@ -176,7 +172,6 @@ class FusedDecoder(Decoder):
 
     @property
     def _widths(self) -> list[dict[str, list[int]]]:
-        """Per layer, the output widths that each weight fuses."""
         q, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
         return [
             {
@@ -195,7 +190,6 @@ class FusedDecoder(Decoder):
         return self._copy(weight).t() if self._shares else self._copy(weight).t().contiguous()
 
     def _fused(self, projections: Sequence[Any]) -> Tensor:
-        """Several projections side by side (in, out)."""
         weight = torch.cat([projection.weight.detach() for projection in projections])
         if self._shares:
             for projection, part in zip(
@@ -287,8 +281,8 @@ class FusedDecoder(Decoder):
     def _hidden(
         self, ids: Tensor, past: RowState | None = None, begin: int = 0, *, keep: bool = True
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """ids (B, P) -> hidden states (B, P, C). With `keep`, also all keys and values per layer, including
-        the past: (B, kv_heads, begin + P, D)."""
+        """ids (B, P) -> hidden states (B, P, C); with `keep`, also all keys and values per layer (B,
+        kv_heads, begin + P, D)."""
         B, P = ids.shape
         x = self._embedding[ids.reshape(-1)]  # (B*P, C)
         cos, sin = (table[begin : begin + P].repeat(B, 1, 1) for table in (self._cos, self._sin))
@@ -326,7 +320,6 @@ class FusedDecoder(Decoder):
     def _step_of_storage(
         self, ids: Tensor, lengths: Sequence[Tensor], groups: Sequence[RowGroup[Any]]
     ) -> Tensor:
-        """A step over the whole storage, with or without rows."""
         places = [
             _Places.of_storage(each, group.room_for_tokens, self.dtype)
             for each, group in zip(lengths, groups, strict=True)
@@ -374,8 +367,6 @@ class FusedDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where a group's n newest tokens go, and what they attend to."""
-
     n: int
     rows: Tensor
     """(n,)"""
@@ -432,8 +423,6 @@ def _plus(output: Tensor, h: Tensor, factors: _Factors | None) -> Tensor:
 
 @dataclass(slots=True)
 class _Tree:
-    """A module tree shared by decoders of several adapters."""
-
     adapter: AdapterTensors | None = None
     """Its current adapter, if a decoder set it last."""
 
@@ -441,7 +430,7 @@ class _Tree:
 class HubDecoder(Decoder):
     """Any Hugging Face causal model, through its own forward pass and our `KVCache`."""
 
-    spread = 4  # Each group is a forward pass.
+    spread = 4
 
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
@@ -467,8 +456,7 @@ class HubDecoder(Decoder):
         self._tree.adapter = None
 
     def _apply(self) -> None:
-        """Switch the module tree to the adapter, if necessary: walking it takes as long as a step of one
-        token."""
+        """Walking the tree takes as long as a step, so only if necessary."""
         if self._adapter is not None and self._tree.adapter is not self._adapter:
             self._tree.adapter = None
             _put_into_tree(self._model, self._adapter)
@@ -487,7 +475,6 @@ class HubDecoder(Decoder):
             return self._prefill_by_steps(ids, past, begin)
         if not kinds.are_recurrent:
             return self._prefill(ids, lengths, kinds, past, begin)
-        # A state includes all of a row's tokens, so rows are not padded.
         logits: list[Tensor] = []
         states: list[RowState] = []
         order: list[int] = []
@@ -522,7 +509,7 @@ class HubDecoder(Decoder):
         return logits, states
 
     def _prefill_by_steps(self, ids: Tensor, past: RowState, begin: int) -> tuple[Tensor, list[RowState]]:
-        """Continue token by token: the library's recurrent layers take several only from the start."""
+        """The library's recurrent layers take several tokens only from the start."""
         cache: KVCache[int] = KVCache()
         cache.add([0], past, begin)
         logits = ids.new_empty(0)
@@ -558,7 +545,7 @@ class HubDecoder(Decoder):
 
 
 def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
-    """An empty cache that keeps all positions, even with a window, because rows are right-padded."""
+    """Rows are right-padded, so it keeps all positions, even with a window."""
     if not kinds.are_recurrent:
         return DynamicCache()
     cache = DynamicCache(config=config)
@@ -569,7 +556,6 @@ def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
 
 
 def _cache_after(past: RowState, begin: int) -> DynamicCache:
-    """A row of `begin` tokens as transformers' cache."""
     cache = DynamicCache()
     cache.layers = []
     for state in past:
@@ -587,7 +573,6 @@ def _cache_after(past: RowState, begin: int) -> DynamicCache:
 
 
 def _state_of(layer: Any, row: int, end: int, window: int | None) -> LayerState:
-    """A layer's part of a row of `end` tokens in transformers' cache."""
     states = (getattr(layer, "conv_states", None), getattr(layer, "recurrent_states", None))
     keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
     begin = 0 if window is None or layer.is_sliding else max(0, end - window)
@@ -600,8 +585,7 @@ def _state_of(layer: Any, row: int, end: int, window: int | None) -> LayerState:
 
 
 def _step_mask(kinds: LayerKinds, lengths: Tensor, longest: int, dtype: torch.dtype, kind: str) -> Tensor:
-    """A step's mask for one kind of layer. A ring holds exactly its window, in places filled from the
-    first."""
+    """A ring holds exactly its window, in places filled from the first."""
     mask = attention_mask(lengths, longest, dtype)
     if kind == SLIDING:
         return mask[..., : kinds.width]
@@ -612,7 +596,6 @@ def _step_mask(kinds: LayerKinds, lengths: Tensor, longest: int, dtype: torch.dt
 
 
 def _put_into_tree(model: PreTrainedModel, adapter: AdapterTensors) -> None:
-    """Make the module tree compute with `adapter` only."""
     for name, module in model.named_modules():
         if not hasattr(module, "lora_A"):
             continue
@@ -656,8 +639,6 @@ class _SlotLayer(DynamicLayer):
 
 
 class _SlotState(LinearAttentionLayer):
-    """A group's recurrent layer, which transformers updates in place."""
-
     is_sliding = False
 
     def __init__(self, kept: LayerCache, rows: int) -> None:
@@ -683,8 +664,6 @@ def _take_states(layer: LinearAttentionLayer, kept: LayerCache, rows: int) -> No
 
 
 class _SlotCache(Cache):
-    """A group's rows as a Hugging Face cache, for one step."""
-
     def __init__(self, group: RowGroup[Any], lengths: Tensor, longest: int) -> None:
         layers: list[Any] = []
         for kept in group.layers:
@@ -698,7 +677,7 @@ class _SlotCache(Cache):
 
 
 def backbone_output(model: PreTrainedModel, **inputs: Any) -> Any:
-    """What the head gets from the model's layers: `last_hidden_state` (B, N, C) and more."""
+    """What the head gets from the layers: `last_hidden_state` (B, N, C) and more."""
     return _backbone(model)(**inputs)
 
 
@@ -722,7 +701,6 @@ def head_logits(model: PreTrainedModel, output: Any, hidden: Tensor) -> Tensor:
 
 
 def logits_rows(vocabulary: int, device: torch.device) -> int:
-    """Tokens with logits in memory at once."""
     return max(1, (LOGITS_ENTRIES if device.type == "cpu" else LOGITS_ENTRIES_OF_DEVICES) // vocabulary)
 
 
@@ -785,10 +763,7 @@ def text_config_of(model: PreTrainedModel) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OwnLogits:
-    """A model's logits for sequences that branch at two depths, and the tolerance.
-
-    Windows are narrowed for this and for what is compared (`narrowed_windows`).
-    """
+    """A model's logits for sequences that branch at two depths, with narrowed windows, and the tolerance."""
 
     ids: Tensor
     """(4, 12) random ids; all share the first 4, the first two share 8."""
@@ -797,18 +772,15 @@ class OwnLogits:
     """(4, 12, V)"""
 
     limit: float
-    """The largest acceptable `distance`."""
-
     windows: bool = True
-    """Whether these texts exceed the windows, after narrowing them."""
+    """Whether these texts exceed the narrowed windows."""
 
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel) -> OwnLogits:
-    """The model's logits, and a tolerance from measured noise.
+    """The logits, and a tolerance from the noise of flipping the embeddings' last bit.
 
-    Flipping the embeddings' last bit makes every later operation round differently; another batch shape
-    often does not. Raises EngineError for a model without embeddings.
+    (Another batch shape often changes no bits.) Raises EngineError for a model without embeddings.
     """
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(text_config_of(model).vocab_size, (4, 12), generator=random)
@@ -841,13 +813,12 @@ def own_logits(model: PreTrainedModel) -> OwnLogits:
 
 @torch.no_grad()
 def decoder_gap(own: OwnLogits, decoder: Decoder) -> float:
-    """Largest distance of a ragged prefill and a few steps from the model's logits."""
+    """Largest distance of a ragged prefill and a few steps."""
     ids, device = own.ids, own.ids.device
     rows = torch.arange(len(ids), device=device)
     lengths = torch.tensor([8, 7, 5, 3], device=device)
     logits, states = decoder.prefill(ids[:, :8], lengths)
     compared = [(own.logits[rows, lengths - 1], logits)]
-    # One row continues, like the next turn of a conversation.
     logits, (states[2],) = decoder.prefill(ids[2:3, 5:8], lengths.new_tensor([3]), states[2], 5)
     compared.append((own.logits[2:3, 7], logits))
     lengths[2] = 8
@@ -865,11 +836,8 @@ def decoder_gap(own: OwnLogits, decoder: Decoder) -> float:
 
 
 def distance(expected: Tensor, found: Tensor) -> float:
-    """Root mean square difference in nats of the tokens' log probabilities, weighted by how often each is
-    sampled.
-
-    Without weights, outliers of a large vocabulary would dominate. NaN is infinite.
-    """
+    """Root mean square difference in nats of log probabilities, weighted by probability, because of
+    outliers in large vocabularies. NaN is infinite."""
     one, other = (each.flatten(0, -2).cpu().double().log_softmax(-1) for each in (expected, found))
     weights = (one.exp() + other.exp()) / 2
     gap = float((weights * (one - other) ** 2).sum(-1).mean().sqrt())

@@ -1,11 +1,11 @@
 """Training on several devices: one process (rank) each, and all take the same optimizer steps.
 
-Rank 0 has the engine. It samples, reads and writes files, and sends portions of the data to the other
-ranks, which `follow`.
+Rank 0 has the engine. It samples, reads and writes files, and sends portions of the data to the others,
+which `follow`.
 
 Invariants: all ranks call the same `RankTrainer` methods in order, with equal numbers of microbatches, so
-that collective operations match. A follower waits on its connection, never in a collective operation, which
-would time out. The end of one rank ends all.
+that collective operations match. A follower waits on its connection, because a collective operation would
+time out. The end of one rank ends all.
 """
 
 from __future__ import annotations
@@ -86,10 +86,9 @@ def portions(
     budget: int,
     segments: bool = False,
 ) -> list[Portion]:
-    """Split data into portions with about equal tokens, and equal numbers of microbatches.
+    """Split data into portions with about equal tokens and equal numbers of microbatches.
 
-    `rows` makes rows for a token budget. Sequences get more rows only if that makes the largest portion at
-    least a tenth smaller.
+    `rows` makes rows for a token budget, more only if that makes the largest portion a tenth smaller.
     """
     whole = rows(budget)
     shares = balanced(whole, ranks)
@@ -181,7 +180,7 @@ class ShardedWeights(Weights):
 
 
 class RankTrainer(Trainer):
-    """A trainer on one of several ranks, which must call its public methods together."""
+    """One of several ranks, which must call its public methods together."""
 
     @property
     def _is_sharded(self) -> bool:
@@ -217,7 +216,6 @@ class RankTrainer(Trainer):
 
     @torch.no_grad()
     def take_from_rank_0(self, skeleton: Skeleton, moments: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take rank 0's weights and `moments`."""
         self.reset_optimizer()
         parameters, is_first = self.weights.parameters, dist.get_rank() == 0
         sources = self.weights.sources if isinstance(self.weights, ShardedWeights) else parameters
@@ -285,8 +283,6 @@ class RankTrainer(Trainer):
 
 
 class LeadingTrainer(RankTrainer):
-    """Rank 0's trainer, with methods that involve all ranks."""
-
     def __init__(self, ranks: Ranks, weights: Weights, *, share_prefixes: bool) -> None:
         spec = ranks.spec
         if spec.sharding == "shard":

@@ -82,8 +82,8 @@ class EmbeddedEngine:
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
-        Close it, or use it as a context manager. Raises EngineError for a model that cannot be loaded or
-        decoded exactly, and ConfigError for an unknown name or too many devices.
+        Raises EngineError for a model that cannot be loaded or decoded exactly, and ConfigError for an
+        unknown name or too many devices.
 
         Args:
             folder: A string can also be `tiny`, the model that ships with the package, or an id on the
@@ -245,11 +245,11 @@ class EmbeddedEngine:
             self._ranks.close()
 
     def create_training_client(self) -> EmbeddedTrainingClient:
-        """A client of the engine's own weights, which such clients share."""
+        """A client of the engine's own weights."""
         return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir, self._notes)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
-        """A client of the engine's own weights, frozen when the request's turn comes."""
+        """A client of the engine's own weights, frozen when its turn comes."""
         return self.create_training_client().save_weights_and_get_sampling_client()
 
     def train_copy(
@@ -281,9 +281,9 @@ class EmbeddedEngine:
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
 
     def open_frozen(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Frozen weights of the model in `folder`, perhaps with the LoRA `adapter`.
+        """Frozen weights of a model, perhaps with a LoRA `adapter`.
 
-        Does not load the engine's frozen base again. Blocks the caller, not the engine. Raises EngineError.
+        The engine's frozen base is not loaded again. Blocks the caller, not the engine. Raises EngineError.
         """
         return self.context.thread.call(self._frozen_models).result().open(folder, adapter)
 

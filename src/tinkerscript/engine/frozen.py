@@ -30,8 +30,6 @@ NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
 
 
 class FrozenWeights:
-    """A base, perhaps with an adapter, on the engine's thread."""
-
     def __init__(self, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer) -> None:
         self.context = context
         self.sampling = sampling
@@ -88,10 +86,7 @@ class FrozenModels:
         self._loading = threading.Lock()
 
     def open(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Open the model in `folder`, perhaps with the LoRA `adapter`.
-
-        Loads on the caller's thread, while the engine keeps running. Raises EngineError.
-        """
+        """Loads on the caller's thread, while the engine keeps running. Raises EngineError."""
         with self._loading:
             key = folder.resolve()
             if key not in self._bases:

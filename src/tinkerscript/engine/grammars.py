@@ -40,7 +40,7 @@ class Matcher:
         self._vocabulary = vocabulary
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """bool [V]: ids that may come next. Raises GrammarError if there are none."""
+        """bool [V]. Raises GrammarError if no id may come next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(np.bool_)
         if not allowed.any():
@@ -48,9 +48,9 @@ class Matcher:
         return allowed
 
     def take(self, token: int) -> None:
-        """Advance by a sampled token. Raises GrammarError if the grammar does not allow it.
+        """Raises GrammarError if the grammar does not allow the token.
 
-        The mask may still have allowed it: a marker, where the grammar wants its spelling as text.
+        The mask may have allowed it: a marker, where the grammar wants its spelling as text.
         """
         if not self._matcher.consume_token(token):
             raise self._dead_end(f"it expects a text that only the token {token} spells")
@@ -72,10 +72,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
     def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the start of `grammar`. Raises GrammarError if it does not compile.
-
-        Compiling may take a second, but releases the GIL.
-        """
+        """Raises GrammarError if `grammar` does not compile. This may take a second, but releases the GIL."""
         with self._lock:
             compiled = self._compiled.get(grammar) or self._compile(grammar)
             self._compiled[grammar] = compiled

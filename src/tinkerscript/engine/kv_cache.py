@@ -1,10 +1,10 @@
 """`KVCache`: what a model's layers keep of the rows being decoded, within a `CacheBudget`.
 
-An attention layer keeps keys and values. With a window it keeps the last tokens in a ring, position p in
-place p modulo the window. A recurrent layer keeps one state, after a row's newest token.
+An attention layer keeps keys and values; with a window, the last ones in a ring, position p in place p
+modulo the window. A recurrent layer keeps one state, after a row's newest token.
 
-Rows of similar length share dense storage (`RowGroup`), so a step reads views, and a short row does not pay
-for a long one. (Gathering blocks would copy the whole cache at every token.)
+Rows of similar length share dense storage (`RowGroup`), so a step reads views. (Gathering blocks would copy
+the whole cache at every token.)
 
 Invariants: the live rows of a group are [0, n). Running out of memory loses nothing.
 """
@@ -61,7 +61,7 @@ RowState = Sequence[LayerState]
 
 
 def cut(state: RowState, begin: int, end: int | None = None) -> RowState:
-    """A copy of positions [begin, end) where layers can be cut, and of everything elsewhere."""
+    """A copy: of positions [begin, end) where layers can be cut, of everything elsewhere."""
 
     def part(layer: LayerState, kept: Tensor | None) -> Tensor | None:
         return None if kept is None else (kept[:, begin:end] if layer.can_be_cut else kept).clone()
@@ -141,7 +141,6 @@ class LayerCache:
     window: int | None
 
     def places(self, length: int) -> int:
-        """Places that `length` tokens fill."""
         return length if self.window is None else min(length, self.window)
 
     def row_bytes(self, length: int) -> int:
@@ -158,20 +157,14 @@ _STORAGES = itertools.count(1)
 @dataclass(slots=True, eq=False)
 class RowGroup(Generic[Row]):
     limit: int
-    """Maximum tokens of a row."""
-
     layers: list[LayerCache]
     rows: list[Row] = field(default_factory=list[Row])
     lengths: list[int] = field(default_factory=list[int])
-    """Cached tokens by row."""
-
     room_for_rows: int = 0
     room_for_tokens: int = 0
-    """What fits into every layer. Some may have more, if memory ran out during growth."""
+    """What fits into every layer; some may have more after memory ran out."""
 
     bytes: int = 0
-    """Of the storage."""
-
     storage: int = 0
     """Changes whenever the tensors do; unique in the process."""
 
@@ -180,8 +173,8 @@ class RowGroup(Generic[Row]):
         return max(self.lengths, default=0)
 
     def shape(self, rows: int, length: int) -> tuple[int, int]:
-        """Rows and tokens of the storage for `rows` rows of `length` tokens: unchanged if they fit,
-        otherwise just enough, with half as many rows again if rows join one by one."""
+        """Storage for `rows` rows of `length` tokens: unchanged if they fit, otherwise just enough, or half
+        as many rows again if rows join one by one."""
         if rows <= self.room_for_rows and length <= self.room_for_tokens:
             return self.room_for_rows, self.room_for_tokens
         if rows > self.room_for_rows:
@@ -191,11 +184,9 @@ class RowGroup(Generic[Row]):
         return rows, _rounded(max(length, self.room_for_tokens))
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens."""
         self._resize(*self.shape(rows, length))
 
     def shrink(self) -> None:
-        """Free unused storage."""
         self._resize(len(self.rows), min(_rounded(self.longest + 1), self.room_for_tokens))
 
     def _resize(self, rows: int, length: int) -> None:
@@ -225,7 +216,7 @@ class RowGroup(Generic[Row]):
         return new
 
     def add(self, rows: Sequence[Row], state: RowState, length: int) -> None:
-        """Add rows with the same state after `length` tokens; there must be room."""
+        """There must be room."""
         first, end = len(self.rows), len(self.rows) + len(rows)
         for layer, of_layer in zip(self.layers, state, strict=True):
             for stored, new in ((layer.keys, of_layer.keys), (layer.values, of_layer.values)):
@@ -243,7 +234,7 @@ class RowGroup(Generic[Row]):
         self.lengths += [length] * len(rows)
 
     def remove(self, index: int) -> None:
-        """Remove a row. The last one takes its place."""
+        """The last row takes its place."""
         last = len(self.rows) - 1
         if index != last:
             for layer in self.layers:
@@ -257,7 +248,7 @@ class RowGroup(Generic[Row]):
         self.lengths.pop()
 
     def state(self, index: int, begin: int = 0) -> RowState:
-        """A copy of a row's state, from position `begin` on where it can be cut."""
+        """A copy, from position `begin` on where it can be cut."""
         return [self._layer_state(layer, index, begin) for layer in self.layers]
 
     def _layer_state(self, layer: LayerCache, index: int, begin: int) -> LayerState:
@@ -286,7 +277,6 @@ class KVCache(Generic[Row]):
 
     @property
     def rows(self) -> list[Row]:
-        """In the decoder's order."""
         return [row for group in self.groups for row in group.rows]
 
     @property
@@ -295,7 +285,6 @@ class KVCache(Generic[Row]):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer has a state."""
         return any(layer.states for layer in self._layers)
 
     @property
@@ -320,7 +309,6 @@ class KVCache(Generic[Row]):
         return 0
 
     def reserve(self, lengths: Sequence[int], like: RowState) -> None:
-        """Make room for rows of these lengths and their next tokens."""
         self._know(like)
         for group, rows, longest in self._joining(lengths):
             if group not in self.groups:
@@ -328,7 +316,6 @@ class KVCache(Generic[Row]):
             group.reserve(rows, longest)
 
     def add(self, rows: Sequence[Row], state: RowState, length: int) -> None:
-        """Add rows with the same state after `length` tokens."""
         self.reserve([length] * len(rows), state)
         self._group(group_limit(length + 1, self._spread)).add(rows, state, length)
 
@@ -336,7 +323,6 @@ class KVCache(Generic[Row]):
         self._layers = self._layers or [_empty(state) for state in like]
 
     def _group(self, limit: int) -> RowGroup[Row]:
-        """Find or create the group for rows of up to `limit` tokens."""
         for group in self.groups:
             if group.limit == limit:
                 return group
@@ -383,14 +369,13 @@ class KVCache(Generic[Row]):
         return True
 
     def advance(self) -> None:
-        """Count the token that a step has written to every row."""
         for group in self.groups:
             group.lengths = [length + 1 for length in group.lengths]
 
     def _has_room(self, more: Callable[[], int]) -> bool:
         if self._budget.has_room(more()):
             return True
-        with suppress(RuntimeError):  # Without memory, rows wait.
+        with suppress(RuntimeError):
             for group in self.groups:
                 group.shrink()
         return self._budget.has_room(more())
@@ -402,7 +387,7 @@ class KVCache(Generic[Row]):
             self.groups.remove(group)
 
     def state(self, row: Row, begin: int = 0) -> RowState:
-        """A copy of a row's state, from position `begin` on where it can be cut."""
+        """A copy, from position `begin` on where it can be cut."""
         group, index = self._place(row)
         return group.state(index, begin)
 

@@ -62,8 +62,8 @@ class LayerKinds:
         return {kind: of_kind(kind) for kind in kinds}
 
     def hides(self, kind: str, distances: Tensor, queries: Tensor) -> Tensor | None:
-        """Whether a layer of `kind` does not look back that far, bool. `distances`: tokens between queries
-        (at the positions `queries`) and keys. None: it sees everything."""
+        """Whether a layer of `kind` does not look back `distances` tokens from the positions `queries`.
+        None: it sees everything."""
         if kind == SLIDING:
             return distances >= self.width
         if kind == CHUNKED:

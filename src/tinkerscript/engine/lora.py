@@ -1,7 +1,7 @@
 """LoRA: one frozen base model, and adapters over it, each the weights of one run.
 
-PEFT's module tree trains, and checkpoints have its files and names, so PEFT, vLLM and transformers can read
-them. An adapter is float32, and adds `alpha / rank` times B A x to a product.
+PEFT's module tree trains, and checkpoints have its files and names. An adapter is float32, and adds `alpha
+/ rank` times B A x to a product.
 
 Invariant: a run's adapter is activated in the tree before anything is computed. Decoders copy A and B.
 """
@@ -47,7 +47,6 @@ EXPERTS = "experts"
 # Routers never train, because a changed choice could not be replayed.
 _ROUTERS = ("gate", "router")
 
-# Parts of module paths in transformers' architectures.
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "feed_forward")
 
@@ -69,7 +68,7 @@ class LoraBase:
         self._unused: deque[str] = deque()
 
     def new_adapter(self, settings: LoraSettings) -> Adapter:
-        """An adapter that changes nothing yet. Raises EngineRequestError for missing targets."""
+        """Changes nothing yet. Raises EngineRequestError for missing targets."""
         self._remove_unused()
         name = self._add(settings)
         adapter = Adapter(self, name, settings)
@@ -77,24 +76,23 @@ class LoraBase:
         return adapter
 
     def adapter_of(self, folder: Path) -> Adapter:
-        """A checkpoint's adapter, to train on. Raises EngineError for another model's."""
+        """Raises EngineError for another model's adapter."""
         adapter = self.new_adapter(settings_of(folder))
         adapter.read(folder)
         return adapter
 
     def decoder_of(self, folder: Path) -> Decoder:
-        """A decoder with a checkpoint's adapter. Raises EngineError for another model's."""
+        """Raises EngineError for another model's adapter."""
         settings = settings_of(folder)
         tensors = self.checked(folder, load_adapter(folder), settings)
         return self.frozen(tensors, settings)
 
     def frozen(self, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings) -> Decoder:
-        """A decoder with `modules` as its adapter."""
         slot = self._slot(settings) if isinstance(self.decoder, HubDecoder) else ""
         return self.decoder.with_adapter(AdapterTensors(settings.alpha / settings.rank, modules, slot))
 
     def prove(self, settings: LoraSettings) -> None:
-        """Raise EngineError unless decoders agree with the module tree on an adapter that changes it much."""
+        """Raise EngineError unless decoders agree with the module tree, with a large adapter."""
         adapter = self.new_adapter(settings)
         adapter.exaggerate()
         adapter.activate()
@@ -278,7 +276,7 @@ class Adapter(Weights):
 
 
 def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """Linear modules that `targets` name. Raises EngineRequestError."""
+    """Raises EngineRequestError for targets that the model lacks."""
     head = model.get_output_embeddings()
     found: dict[str, list[str]] = {target: [] for target in targets}
     towers = _outside_of_text(model)
@@ -300,7 +298,7 @@ def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 
 
 def target_parameters(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """PEFT's names of the targeted experts' weights, such as `experts.down_proj`."""
+    """PEFT's names of experts' weights, such as `experts.down_proj`."""
     return list(dict.fromkeys(name for name, _ in expert_weights(model, targets)))
 
 
@@ -319,7 +317,6 @@ def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple
 
 
 def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
-    """Modules for images and audio."""
     if model.config.get_text_config() is model.config:
         return set()
     text: Any = model.get_decoder()
@@ -354,7 +351,7 @@ def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def merged(folder: Path) -> PreTrainedModel:
-    """A checkpoint's adapter merged into its base, in its dtype. Raises ConfigError and EngineError."""
+    """The adapter merged into its base, in its dtype. Raises ConfigError and EngineError."""
     base = base_of_adapter(folder)
     if base is None:
         raise EngineError(

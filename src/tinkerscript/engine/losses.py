@@ -1,9 +1,9 @@
 """The losses that the engine trains with (`LOSSES`), and the logprobs that they take (`target_logprobs`).
 
-A loss is a sum over tokens, as in Tinker, so gradients do not depend on the split into microbatches. A new
-loss is a function of per-token losses and an entry in the table.
+A loss is a sum over tokens, as in Tinker, so gradients do not depend on microbatches. A new loss is a
+function of per-token losses and an entry in the table.
 
-Invariant: logits exist only in chunks; the targets' logprobs and entropies leave a chunk.
+Invariant: logits exist only in chunks.
 """
 
 from __future__ import annotations
@@ -472,7 +472,7 @@ class _TargetLogprobs(torch.autograd.Function):
         return result.to(logits.dtype), None, None, None
 
 
-# Blocks for a chunk's entropies, which keep memory small next to the logits.
+# So that a chunk's entropies take little memory next to its logits.
 BLOCKS = 8
 
 
@@ -512,7 +512,6 @@ class _LogprobsAndEntropies(torch.autograd.Function):
 
 
 def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor) -> Tensor:
-    """Without gradients of the entropies."""
     if torch.is_grad_enabled():
         logprobs: Any = _TargetLogprobs.apply(logits, temperatures, places, targets)
         with torch.no_grad():  # Last, so that `checkpoint` need not recompute it.

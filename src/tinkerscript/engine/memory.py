@@ -89,10 +89,10 @@ class Workload:
 def peak_memory(
     config: PreTrainedConfig, lora: LoraSettings | None, dtype: torch.dtype, work: Workload
 ) -> Memory:
-    """Peak memory of the embedded engine on one device.
+    """Peak memory on one device.
 
     If `lora` is None, all weights train in float32, with products in `dtype`. Masks of short rows with
-    branches (`packing.MASKED_TOKENS`) are not included. Raises EngineRequestError for missing targets.
+    branches are not included. Raises EngineRequestError for missing targets.
     """
     return _peak(_empty(config), lora, dtype, work)
 
@@ -133,7 +133,6 @@ def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
 
 
 def cache_bytes(model: PreTrainedModel, dtype: torch.dtype, lengths: Sequence[int]) -> int:
-    """Bytes of keys and values of rows that decode together."""
     w = _Widths.of(model)
     return w.token_bytes(dtype.itemsize) * stored_tokens(lengths, w.spread)
 
@@ -147,10 +146,10 @@ def cache_budget(
     max_context: int,
     checkpointing: bool,
 ) -> int:
-    """Bytes of free memory for keys and values, once `model` is loaded.
+    """Bytes for keys and values, once `model` is loaded.
 
-    Leaves room for training, at most three quarters, because few microbatches are full; half of a CPU's
-    memory, which other programs use too. Never more than all rows need at full context.
+    Leaves room for training, at most three quarters, because few microbatches are full; on a CPU half, for
+    other programs. Never more than all rows need at full context.
     """
     w = _Widths.of(model)
     most = max_rows * max_context * w.token_bytes(dtype.itemsize)
@@ -239,7 +238,6 @@ class _Widths:
         return FusedDecoder.spread if self.fused else HubDecoder.spread
 
     def token_bytes(self, e: int) -> int:
-        """Keys and values of a token, with full attention."""
         return e * self.kept * self.L
 
     def tables(self, e: int) -> int:
@@ -278,7 +276,6 @@ def _microbatch(
 
 
 def _layer(w: _Widths, lora: LoraSettings | None, *, half: bool) -> int:
-    """Bytes per token that a layer holds for backward."""
     e = 2 if half else 4
     attention_and_mlp = e * (2 * w.Q + 2 * w.K) + 4 * w.H + 3 * e * w.I
     norms = 4 * (2 * w.C + w.normalized)

@@ -1,13 +1,12 @@
 """Training rows: sequences with a common prefix share a row that computes every distinct prefix once.
 
 A row is a token tree: each token attends to itself and its ancestors, with its depth as position. Short
-rows attend through a mask, long ones segment by segment, without N x N matrices.
+rows attend through a mask, long ones segment by segment.
 
 Invariant: a token sees what it would see in a separate row. `shares_prefixes` and `attend_in_segments`
 prove this for a model first.
 
-Shapes: B rows of at most N tokens. S positions, one sequence after another, more than tokens where
-sequences share tokens.
+Shapes: B rows of at most N tokens. S positions, one sequence after another.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from tinkerscript.engine.layer_kinds import LayerKinds, narrowed_windows
 
 Ints = NDArray[np.int64]
 
-# Limit of rows with branches without segments, because the mask has an entry per pair of tokens: 256 MiB in
-# float32, but 1 GiB for the 16,384 tokens of a GPU's microbatch.
+# Limit of rows with branches without segments: their mask takes 256 MiB in float32, and for 16,384 tokens
+# would take 1 GiB.
 MAX_BRANCHING_TOKENS = 8192
 
 # Rows with branches up to this size always use a mask: one large product is faster than many small ones.
@@ -115,10 +114,9 @@ def token_trees(
 ) -> list[TokenTree]:
     """Arrange `sequences` [T_i] in rows of at most `budget` tokens, or their longest sequence.
 
-    Rows with branches may take twice their longest sequence, so that a group can share a long prompt, but
-    without `segments` at most `MAX_BRANCHING_TOKENS`. A sequence joins the tree before it, in the order of
-    ids, if that is cheaper: a masked tree computes all pairs of tokens, at `pair_cost` relative to a
-    token's other operations.
+    Rows with branches may take twice their longest sequence, but without `segments` at most
+    `MAX_BRANCHING_TOKENS`. A sequence joins the tree before it, in the order of ids, if that is cheaper: a
+    masked tree computes all pairs of tokens, at `pair_cost` relative to a token's other operations.
     """
     trees: list[TokenTree] = []
     before: Ints | None = None
@@ -306,7 +304,7 @@ class _SegmentAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.segments, ctx.scale = segments, scale
-        output = torch.zeros_like(query)  # Padding has no segment.
+        output = torch.zeros_like(query)
         for row, own, ranges in segments:
             keys, values = (_gather(each[row], ranges) for each in (key, value))
             for block, end in _blocks(own, keys):
@@ -343,7 +341,6 @@ def _gather(tensor: Tensor, ranges: list[slice]) -> Tensor:
 
 
 def _blocks(own: slice, keys: Tensor) -> Iterator[tuple[slice, int]]:
-    """A segment's blocks, each with its number of keys."""
     prefix = keys.shape[1] - (own.stop - own.start)
     width = QUERY_BLOCK if prefix and keys.device.type == "cpu" else own.stop - own.start
     for begin in range(own.start, own.stop, width):
@@ -387,14 +384,13 @@ def pair_cost(model: PreTrainedModel) -> float:
 def shares_prefixes(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
     """Whether rows with branches and a mask give the same logprobs as plain rows.
 
-    False for models that ignore mask or positions (such as ALiBi). `own`: the model's logits, if already
-    computed.
+    False for models that ignore mask or positions (such as ALiBi). `own`: the model's logits, if computed.
     """
     return _row_equals_plain_rows(model, own, segments=False)
 
 
 def attend_in_segments(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
-    """Make `model` attend by segments in long rows, if that is proved to equal plain rows.
+    """Make `model` attend by segments in long rows, if that equals plain rows.
 
     Returns False, with nothing changed, for a custom attention (sinks, soft caps).
     """

@@ -1,9 +1,9 @@
 """`PrefixStore`: what one version of the weights has computed of texts, for later requests with the same
 prefix.
 
-The texts are a tree: each node has some ids, and their keys and values. A conversation's next turn, or
-another call with the same prompt, continues from the longest stored prefix, to the id. Layers with a window
-or a state keep only what follows the last token, so with them only whole stored texts are continued.
+The texts are a tree: each node has some ids, and their keys and values. A request continues from the
+longest stored prefix, to the id. Layers with a window or a state keep only what follows the last token, so
+with them only whole stored texts are continued.
 
 Invariants: a store has one version of the weights and one adapter. A node was used no later than its
 parent, so the least recently used one is a leaf.
@@ -23,8 +23,7 @@ from tinkerscript.engine.kv_cache import CacheBudget, LayerState, RowState, cut,
 Ids = tuple[int, ...]
 
 WORTH_TOKENS = 64
-"""Shorter prefixes are computed again, unless a text ends there: batched with other prompts, this is
-cheaper than continuing them one by one."""
+"""Shorter prefixes, unless a text ends there, are cheaper to compute again in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +48,6 @@ class _Node:
     """After the last id, if a prompt ends here."""
 
     children: dict[int, _Node] = field(default_factory=dict[int, "_Node"])
-    """By their first ids."""
-
     used: int = 0
     bytes: int = 0
 
@@ -74,7 +71,6 @@ class PrefixStore:
         return next(iter(self._nodes)).used if self._nodes else None
 
     def evict(self) -> None:
-        """Drop the least recently used leaf."""
         node, _ = self._nodes.popitem(last=False)
         assert not node.children
         assert node.parent is not None
@@ -82,7 +78,6 @@ class PrefixStore:
         self.bytes -= node.bytes
 
     def complete(self, ids: Ids) -> Prefilled | None:
-        """The prompt `ids`, if it was prefilled completely."""
         path, found = self._walk(ids)
         if found < len(ids) or _over(path, found) or path[-1].logits is None:
             return None
@@ -105,7 +100,7 @@ class PrefixStore:
         return length, joined(parts)
 
     def keep(self, ids: Ids, read: Callable[[int], RowState], logits: Tensor | None = None) -> None:
-        """Keep a text, if there is room. `read` copies its state from a position on."""
+        """`read` copies the text's state from a position on."""
         with suppress(RuntimeError):  # Without memory, it is computed again later.
             self._keep(ids, read, logits)
 
@@ -184,7 +179,6 @@ class PrefixStore:
 
 
 def _over(path: list[_Node], found: int) -> int:
-    """Ids of the last node beyond the `found` ones."""
     return sum(len(node.ids) for node in path) - found
 
 

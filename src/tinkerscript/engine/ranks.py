@@ -3,7 +3,7 @@
 Rank 0 starts them unless a launcher such as torchrun did. They connect through a Unix socket in a private
 folder, or after a launcher through TCP, with a secret from torch's store.
 
-Invariant: if one rank ends, all end within seconds, and rank 0 reports which and how.
+Invariant: if one rank ends, all end within seconds.
 """
 
 from __future__ import annotations
@@ -71,11 +71,7 @@ class RankSpec:
     """`cpu`, or `cuda` with one GPU per rank."""
 
     dtype: torch.dtype
-    """Of the loaded weights."""
-
     autocast: torch.dtype
-    """The trainer's `compute_dtype`."""
-
     lora: LoraSettings | None
     sharding: Sharding
     activation_checkpointing: bool
@@ -153,7 +149,7 @@ class Ranks:
             self.spec.join(self._store, 0, self.size)
 
     def tell(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Call a method on all followers, each with its arguments. Raises EngineError."""
+        """Call a method on all followers. Raises EngineError."""
         self._raise_failure()
         for rank, each in enumerate(arguments, start=1):
             self._connections[rank].send((method, each))
@@ -259,7 +255,7 @@ class Ranks:
         self._lose(rank, f"ended ({end}); the end of {log}:\n{last_lines(log)}")
 
     def _admit(self) -> None:
-        """Each follower sends its rank, gets the spec, and reports when it has loaded."""
+        """Each follower sends its rank, gets the spec, and reports when loaded."""
         while len(self._connections) < self.size - 1:
             try:
                 connection = self._listener.accept()
@@ -326,7 +322,6 @@ def _launchers_store() -> Store:
 
 
 def _socket_of(connection: Connection) -> socket.socket:
-    """The connection's socket, with its own file descriptor."""
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 

@@ -1,8 +1,8 @@
 """`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
 Requests join between two steps, and rows leave as they finish. Only new parts of prompts are prefilled
-(`PrefixStore`), long ones in chunks, between which other rows continue. A row waits for room in the
-`CacheBudget`; when running rows outgrow it, the newest ones wait again and are prefilled later.
+(`PrefixStore`), long ones in chunks between steps. A row waits for room in the `CacheBudget`; when running
+rows outgrow it, the newest ones wait again.
 
 Invariants: rows are in their cache's order. An error in one row fails only its request, and does not change
 the others' ids and log probabilities.
@@ -77,19 +77,14 @@ class Request:
     stop_strings: tuple[str, ...]
     report: Report | None = None
     top_logprobs: int = 0
-    """Alternatives to report per position."""
-
     min_p: float = 0.0
 
     sampled: int = 0
-    """The prompt's last ids that begin the reply, sampled by other weights. Stop strings may begin there."""
+    """The prompt's last ids that begin the reply, from other weights. Stop strings may begin there."""
 
     matchers: list[Matcher] | None = None
-    """One per sample, with a grammar."""
-
     future: Future[list[SampledRow]] = field(default_factory=Future[list[SampledRow]])
     finished: dict[int, SampledRow] = field(default_factory=dict[int, SampledRow])
-    """By sample index."""
 
     def finish(self, index: int, row: SampledRow) -> None:
         self.finished[index] = row
@@ -103,8 +98,6 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RunningRow:
-    """One sequence, decoding or waiting."""
-
     request: Request
     index: int
     random: np.random.Generator | None = None
@@ -118,7 +111,6 @@ class RunningRow:
 
     @property
     def sequence(self) -> Ids:
-        """The prompt and the sampled ids."""
         return (*self.request.prompt, *self.ids) if self.ids else self.request.prompt
 
     @property
@@ -183,14 +175,13 @@ class RunningBatch:
         self._settings: RowSettings | None = None
         self._is_cut = False
         self.prefilled_tokens = 0
-        """Prompt tokens computed so far."""
 
     @property
     def busy(self) -> bool:
         return bool(self._cache.groups or self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Its future resolves to its rows in sample order."""
+        """The request's future resolves to its rows in sample order."""
         self._waiting.extend(RunningRow(request, index) for index in range(request.num_samples))
         if self._is_cut:
             self.cut()
@@ -207,7 +198,6 @@ class RunningBatch:
             _fail(row.request, error)
 
     def _drop_all(self) -> list[RunningRow]:
-        """Remove and return all running and waiting rows."""
         rows = [*self._cache.rows, *self._waiting]
         self._waiting.clear()
         self._cache.clear()
@@ -218,7 +208,7 @@ class RunningBatch:
     def advance(self) -> None:
         """Sample one token per running row, then admit waiting rows and sample their first.
 
-        An error of one row fails its request; an exception means that all failed.
+        A row's error fails its request; an exception means that all failed.
         """
         self._drop_done()
         if self._cache.groups:
@@ -246,21 +236,19 @@ class RunningBatch:
         self._take(rows, logits, self._row_settings())
 
     def _make_room(self) -> None:
-        """Make room for every row's next token. If the budget is too small, the newest rows wait."""
+        """If the budget is too small for every row's next token, the newest rows wait."""
         while not self._cache.grow():
             newest = max(self._cache.rows, key=lambda row: row.admitted)
             self._remove([newest])
             self._waiting.appendleft(newest)
 
     def _drop_done(self) -> None:
-        """Drop all rows of cancelled or failed requests."""
         if self._waiting and any(row.request.future.done() for row in self._waiting):
             self._waiting = deque(row for row in self._waiting if not row.request.future.done())
         self._remove([row for row in self._cache.rows if row.request.future.done()])
 
     def _admit(self) -> None:
-        """Run waiting rows in order, while there is room. If others run, their next tokens wait for one
-        prefill only."""
+        """If others run, their next tokens wait for one prefill only."""
         others = bool(self._cache.rows)
         while rows := self._admissible():
             ready = self._prefilled(list(dict.fromkeys(row.sequence for row in rows)))
@@ -291,7 +279,7 @@ class RunningBatch:
             try:
                 if kept := self._prefixes.complete(sequence):
                     found[sequence] = kept
-            except RuntimeError as error:  # No memory to put it together.
+            except RuntimeError as error:
                 found[sequence] = error
         until = self.prefilled_tokens + PREFILL_TOKENS
         for sequence in sequences:
@@ -317,14 +305,12 @@ class RunningBatch:
         return len(sequence) > PREFILL_TOKENS and not self._decoder.is_recurrent
 
     def _worth(self, sequence: Ids) -> int:
-        """How many tokens need no prefill."""
         known = self._prefixes.worth(sequence[:-1])
         if self._decoder.is_recurrent and STEP_TOKENS * (len(sequence) - known) > len(sequence):
             return 0
         return known
 
     def _prefill_chunk(self, sequence: Ids) -> dict[Ids, Prefilled | Exception]:
-        """Prefill the rest of a sequence, or a chunk."""
         try:
             if self._filling is not None and self._filling[0] == sequence:
                 (_, known, past), self._filling = self._filling, None
@@ -355,7 +341,7 @@ class RunningBatch:
     def _prefill(
         self, parts: list[Ids], past: RowState | None = None, begin: int = 0
     ) -> tuple[Tensor, list[RowState]]:
-        """Prefill parts together; the last one is the longest."""
+        """The last part is the longest."""
         lengths = torch.tensor([len(part) for part in parts], device=self._device)
         ids = torch.zeros(len(parts), len(parts[-1]), dtype=torch.long)
         for i, part in enumerate(parts):
@@ -369,10 +355,7 @@ class RunningBatch:
         return Prefilled(logits, state)
 
     def _run(self, rows: list[RunningRow], ready: dict[Ids, Prefilled | Exception]) -> None:
-        """Run the `rows` with prefilled sequences, and sample their first tokens.
-
-        A row leaves the queue only when it runs or has failed, so `fail` always finds it.
-        """
+        """A row leaves the queue only when it runs or has failed, so `fail` always finds it."""
         prefilled = {ids: each for ids, each in ready.items() if isinstance(each, Prefilled)}
         failed = [row for row in rows if row.sequence in ready and row.sequence not in prefilled]
         fitting = [row for row in rows if row.sequence in prefilled]
@@ -381,7 +364,7 @@ class RunningBatch:
             lengths = [len(row.sequence) for row in [*fitting, *later]]
             like = next(iter(prefilled.values())).state
             count = self._cache.fit(lengths, like)
-            with suppress(RuntimeError):  # No memory for all; each reports it.
+            with suppress(RuntimeError):
                 self._cache.reserve(lengths[:count], like)
             fitting = fitting[:count]
         rows = [*failed, *fitting]
@@ -417,7 +400,6 @@ class RunningBatch:
         return np.random.default_rng([request.seed & 0xFFFF_FFFF_FFFF_FFFF, index])
 
     def _take(self, rows: list[RunningRow], logits: Tensor, settings: RowSettings) -> None:
-        """Sample one token per row, and remove finished rows."""
         uniforms = torch.tensor([_random_of(row).random() for row in rows], dtype=torch.float32)
         uniforms = uniforms.to(self._device)
         chosen = choose(logits, uniforms, settings, self._allowed(rows, logits.shape[-1]))

@@ -38,7 +38,6 @@ class RowSettings:
     """Some row has top_p < 1, top_k > 0 or min_p > 0."""
 
     top: int = 0
-    """Alternatives per row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,13 @@ from tinkerscript.errors import EngineRequestError
 
 
 class EmbeddedSamplingClient:
-    """Tinker's SamplingClient over frozen weights, with continuous batching.
+    """Tinker's SamplingClient, with continuous batching.
 
     Futures can be awaited or asked for `.result()`. Logprobs are float32, one per sampled id, from after
     temperature and before top-k and top-p.
     """
 
     def __init__(self, context: EngineContext, decoder: Decoder, prefixes: PrefixStore | None = None) -> None:
-        """`prefixes`: what `decoder` has already computed."""
         self._context = context
         self._decoder = decoder
         self._prefixes = prefixes or PrefixStore(context.budget)

@@ -173,9 +173,9 @@ class Trainer:
         """Accumulate the gradients of the summed loss, or with `backward=False` only compute it, yielding
         after microbatches.
 
-        Returns per datum `logprobs` float32 [T] and, if wanted, `entropies` float32 [T] in nats, and the
-        metric `loss:sum`. Raises EngineRequestError, with nothing changed, for data that cannot train. A
-        later failure clears all gradients and fails the next `optim_step`, which may already be queued.
+        Returns per datum `logprobs` and, if wanted, `entropies` float32 [T] in nats, and the metric
+        `loss:sum`. Raises EngineRequestError, with nothing changed, for data that cannot train. A later
+        failure clears all gradients and fails the next `optim_step`, which may already be queued.
         """
         loss = resolve_loss(loss_fn)
         losses_of = loss.configured(loss_fn, config)
@@ -198,7 +198,6 @@ class Trainer:
         backward: bool,
         entropies: bool,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        """`named`: the loss and its config, as given."""
         del named
         rows = self._rows(examples, self._microbatch_tokens)
         batches = microbatches(rows, self._microbatch_tokens, segments=self._segments)
@@ -334,7 +333,7 @@ class Trainer:
 
         Metrics: `grad_norm` before clipping, and `update_ratio`, the change's norm over the weights'. If
         the gradient is not finite, nothing changes and the only metric is `skipped_steps`. Raises
-        EngineError, without a step, if a backward pass failed since the last.
+        EngineError after a failed backward pass.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -369,8 +368,7 @@ class Trainer:
     @torch.no_grad()
     def _squares(self) -> Tensor:
         """float32 [2]: squared norms of the last change, and of the weights."""
-        # From the optimizer's state, one parameter at a time, because a copy of the old weights would take
-        # too much memory.
+        # From the optimizer's state, one parameter at a time, to save a copy of the weights.
         total = torch.zeros(2, device=self.model.device)
         (group,) = self._optimizer.param_groups
         rate, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
@@ -415,7 +413,6 @@ class Trainer:
         self._drop_gradients()
 
     def reset_optimizer(self) -> None:
-        """Drop moments, gradients and the record of a failed pass."""
         self._failure: str | None = None
         self._update_ratio = 0.0
         self._drop_gradients()

@@ -39,11 +39,7 @@ class TrainedModel:
     vocabulary: int
     stop_ids: Collection[int] = ()
     tokenizer: str = ""
-    """Fingerprint of the vocabulary."""
-
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
-    """Decodes ids and encodes the text again."""
-
     is_embedded: bool = True
     """Whether the engine takes the inputs `mask` and `temperatures`."""
 
@@ -163,7 +159,6 @@ class AlignmentCheck:
                 self._leave_out(item.rollout, [finding.name])
         self._judge(current.mean_abs, pairs, apart, step)
         finding = self._diagnose(older)
-        # A change of weights explains other patterns.
         if finding and finding.name == "logprobs_shifted":
             self._misaligned(finding, step)
         return kept

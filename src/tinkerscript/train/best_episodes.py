@@ -24,7 +24,7 @@ from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 
 def load_episodes(config: RunConfig, model: Path) -> Chats:
-    """Read the run in the folder `config.sft.data`. `model`: folder of the model that trains.
+    """`model`: folder of the model that trains.
 
     Raises ConfigError for a folder without a ledger, a model with another tokenizer, and a run in which no
     episode is better than the rest.
@@ -88,14 +88,13 @@ def _example(episode: EpisodeRollouts, worse: EpisodeRollouts | None = None) -> 
 
 
 def _tokens(example: SupervisedExample) -> Hashable:
-    """Equal for examples that teach the same."""
     inputs = [datum.loss_fn_inputs for datum in example.datums]
     return example.about, *(each[name].to_numpy().tobytes() for each in inputs for name in sorted(each))
 
 
 def pairs(group: Sequence[EpisodeRollouts], number: int) -> Iterator[tuple[EpisodeRollouts, EpisodeRollouts]]:
-    """The best episode with the worst, the second best with the second worst, and so on: at most `number`,
-    while the first is better."""
+    """Best with worst, second best with second worst, and so on: at most `number`, while the first is
+    better."""
     ranked = _ranked(group)
     for better, worse in zip(ranked[:number], reversed(ranked), strict=False):
         if better.reward > worse.reward:

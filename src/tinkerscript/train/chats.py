@@ -24,7 +24,7 @@ from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.model_folder import context_of
 
 Datums = list[tinker.Datum]
-"""One chat; several datums if the format rewrites earlier turns."""
+"""Several for one chat if the format rewrites earlier turns."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,6 @@ class SupervisedExample:
     """Examples about the same are held out together."""
 
     rejected: Sequence[tinker.Datum] = ()
-    """The worse episode's sequences."""
-
     episodes: tuple[str, ...] = ()
     """Uuids; of a pair, the better one first."""
 
@@ -84,7 +82,7 @@ class Chats:
         return 1 + max(datum.model_input.length for datum in every)
 
     def batch(self, step: int) -> list[SupervisedExample]:
-        """The examples of a step, from 1. Each epoch is reshuffled; its last batch may be smaller."""
+        """From 1. Each epoch is reshuffled; its last batch may be smaller."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.train)), len(self.train))
         chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
@@ -130,7 +128,7 @@ def evenly_weighted(datums: Datums) -> Datums:
 
 
 def trained_weight(datum: tinker.Datum) -> float:
-    """The number of trained tokens, if each has weight 1."""
+    """If each has weight 1."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 
@@ -141,8 +139,7 @@ def weighted(datum: tinker.Datum, factor: float) -> tinker.Datum:
 
 
 def load_chats(config: RunConfig, model: Path) -> Chats:
-    """Render `config.sft.data` in the model's chat format. Raises ConfigError with the line and the
-    problem."""
+    """Raises ConfigError with the line and the problem."""
     sft, longest = config.sft, context_of(model)
     renderer = ChatRenderer(model, config.engine.chat_template_kwargs)
     data = _read(sft)

@@ -39,7 +39,7 @@ class RunCheckpoints:
         self._policy = policy
         self._needed = needed
         self._curriculum = curriculum
-        self._saved = parts.history.step  # Last committed checkpoint.
+        self._saved = parts.history.step
 
     async def after(self, step: int, *, train_seconds: float, is_needed: bool = False) -> None:
         training = self._parts.config.training
@@ -82,7 +82,6 @@ class RunCheckpoints:
 
 
 async def try_to_save(saving: Awaitable[None], step: int, note: Callable[[str], None]) -> None:
-    """Save while an error ends the run. A second error is only reported."""
     try:
         await saving
     except Exception as error:

@@ -56,7 +56,6 @@ class Group:
 
     ended: int = 0
     is_judged: bool = True
-    """False until a judge has rewarded it."""
 
     def add(self, outcome: Outcome) -> bool:
         """Returns False for a duplicate or foreign episode."""
@@ -159,10 +158,10 @@ class Batch:
         return [group for group in complete if len(group.accepted) >= min_group]
 
     def check_success(self, own_clients: str = "") -> None:
-        """Raise NoSuccessError, with reasons, if all episodes or the first `HOPELESS_AFTER` failed.
+        """Raise NoSuccessError if all episodes or the first `HOPELESS_AFTER` failed.
 
-        Before all have failed, one must have failed at the run's own clients (uuids from `own_clients`),
-        because others may be broken while these start.
+        Before all have failed, one must have failed at the run's own clients (uuids from `own_clients`):
+        others may be broken while these start.
         """
         if any(group.accepted for group in self.groups.values()):
             return
@@ -175,7 +174,6 @@ class Batch:
 
 
 def _explain_failures(failed: Sequence[EpisodeFailed]) -> str:
-    """The most common failures, ignoring numbers."""
     alike: dict[str, list[str]] = {}
     for episode in failed:
         reason = why_failed(episode)
@@ -209,7 +207,6 @@ class Collector:
     """Rewards complete groups; None: programs reward their episodes."""
 
     def __post_init__(self) -> None:
-        # By episode uuid.
         self._waiting: dict[str, Group] = {}
 
         # Uuid of each planned, running episode -> its step.
@@ -219,14 +216,12 @@ class Collector:
         self._gathering: dict[str, list[Outcome]] = {}
         self._gathered: Counter[str] = Counter()
 
-        # Complete groups of clients' samples for a later batch.
         self._ready: deque[list[Outcome]] = deque()
 
-        # With callbacks for when it is done.
         self._to_judge: deque[tuple[Group, Callable[[], object]]] = deque()
 
-        self._current: Batch | None = None  # The last one reported.
-        self._received_number = 0  # The last end number.
+        self._current: Batch | None = None
+        self._received_number = 0
         self.received = 0
         self.rollouts = 0
         self.held = Occupancy()
@@ -234,7 +229,7 @@ class Collector:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """Receive outcomes until cancelled. An error is also raised in everything that waits."""
+        """An error is also raised in everything that waits."""
         judging = set[asyncio.Task[None]]()
         try:
             while True:
@@ -252,7 +247,7 @@ class Collector:
             await asyncio.gather(*judging, return_exceptions=True)
 
     async def _judged(self, group: Group, then: Callable[[], object]) -> None:
-        """Reward a group by its judge. If the judge fails, the group fails."""
+        """If the judge fails, the group fails."""
         assert self.judge is not None
         accepted, row = group.accepted, partial(VerdictRow, time=time.time())
         try:
@@ -273,7 +268,6 @@ class Collector:
         self._received.set()
 
     def _close(self, group: Group, then: Callable[[], object] = lambda: None) -> None:
-        """Call `then` once the group is judged, if necessary."""
         if self.judge is None or len(group.accepted) < 2:
             then()
             return
@@ -285,7 +279,7 @@ class Collector:
         self._received.set()
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
-        """Deliver outcomes; record unexpected ones as left out."""
+        """Outcomes that nothing waits for are recorded as left out."""
         left_out = list[TrainedRow]()
         for result in outcomes:
             outcome = usable(result, self.scores)
@@ -357,7 +351,7 @@ class Collector:
         await self.source.start(episodes, step=step)
 
     def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Deliver these episodes' outcomes to `batch`. `step`: the first that could train on them."""
+        """`step`: the first that could train on them."""
         for episode in episodes:
             self._waiting[episode.episode_uuid] = batch.plan(episode, started=step - 1)
             self._running[episode.episode_uuid] = step
@@ -366,10 +360,8 @@ class Collector:
     async def until(
         self, is_met: Callable[[], bool], batch: Batch, more: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
-        """Wait until outcomes make `is_met` true. Raises NoSuccessError if the batch is hopeless.
-
-        `more` starts further groups if there is room, and returns whether it did.
-        """
+        """Raises NoSuccessError if the batch is hopeless. `more` starts further groups if there is room,
+        and returns whether it did."""
         with self.progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
             self._tell(batch, at_once=True)

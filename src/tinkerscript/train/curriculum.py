@@ -1,11 +1,10 @@
 """`Curriculum`: skips samples that teach little, by the pass rates that the run itself has seen.
 
 A sample is asked until a step has taken one of its groups. Then it is `open` while attempts both pass and
-fail, or retired as `solved` or `hopeless` with a rate near 1 or 0. Retired samples are sometimes asked, and
-may reopen.
+fail, or retired as `solved` or `hopeless`. Retired samples are sometimes asked, and may reopen.
 
-Invariant: whether a position is asked depends only on the seed, the position and earlier steps' groups.
-Checkpoints contain the rates, so a resumed run asks the same samples.
+Invariant: whether a position is asked depends only on the seed, the position and earlier steps' groups, so
+a resumed run asks the same samples.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Curriculum:
     """`key_of` a sample's payload -> pass rate."""
 
     def __post_init__(self) -> None:
-        self._passed_over = 0  # Since the last metrics.
+        self._passed_over = 0
 
     def admits(self, position: int, payload: Mapping[str, Any]) -> bool:
         uniform = random.Random(f"{self.seed}/{position}/curriculum").random()
@@ -68,7 +67,6 @@ class Curriculum:
         self.rates = msgspec.json.decode(state, type=dict[str, float])
 
     def metrics(self, _: object) -> dict[str, float]:
-        """Samples per pool, and positions skipped since the last call."""
         pools = Counter(map(pool_of, self.rates.values()))
         found = {f"curriculum/{name}": float(pools[name]) for name in ("open", "solved", "hopeless")}
         found["curriculum/passed_over"], self._passed_over = float(self._passed_over), 0
@@ -87,5 +85,4 @@ def pool_of(rate: float) -> Pool:
 
 
 def key_of(payload: Mapping[str, Any]) -> str:
-    """Unique among the samples of all tasks."""
     return f"{payload['task']}\n{payload['sample'].get('id')}"

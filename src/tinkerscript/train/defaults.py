@@ -26,7 +26,6 @@ class Rates:
     trains: str
     usual: float
     limit: float
-    """Higher rates are too high by all experience."""
 
 
 # tinker_cookbook's `get_lr` for supervised training: this rate at this width.
@@ -91,7 +90,6 @@ def _model_config(model: Path) -> dict[str, Any]:
 
 
 def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
-    """Fill in learning rate, threads and reply length. Also returns notes about rates."""
     rates = rates_of(config, model)
     if not config.sampling.max_tokens:
         limit = 64 if _is_small(model) else min(config.sampling.reply_tokens, context_of(model) // 2)

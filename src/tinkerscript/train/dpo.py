@@ -51,7 +51,7 @@ class PairLosses:
 
 
 class Dpo:
-    """Trains on pairs. `start`: log probabilities under the start policy."""
+    """`start`: log probabilities under the start policy."""
 
     def __init__(self, start: ReferenceLogprobs, beta: float) -> None:
         self._start, self._beta = start, beta
@@ -59,8 +59,7 @@ class Dpo:
     async def losses(
         self, pairs: Sequence[SupervisedExample], client: TrainingClient
     ) -> tuple[PairLosses, dict[str, float]]:
-        """The current losses, and metrics: loss, mean margin, share of margins above 0, and `nll` of the
-        better episodes' tokens."""
+        """Metrics: loss, mean margin, share of margins above 0, and `nll` of the better episodes' tokens."""
         datums = [datum for pair in pairs for datum in pair.datums]
         output = await client.forward(datums, "cross_entropy")
         tokens = [_tokens(datum) for datum in datums]
@@ -79,7 +78,6 @@ class Dpo:
     async def weighted(
         self, pairs: Sequence[SupervisedExample], client: TrainingClient
     ) -> tuple[Datums, dict[str, float]]:
-        """Datums for `cross_entropy` with the gradient of the mean loss, and its metrics."""
         found, metrics = await self.losses(pairs, client)
         datums: Datums = []
         for pair, slope in zip(pairs, found.slopes.tolist(), strict=True):

@@ -32,15 +32,12 @@ class PlannedEpisode:
 
 
 class EpisodeSource:
-    """Registers episodes with the server, and delivers each outcome once."""
-
     own_clients = ""
     """Prefix of the `client_uuid`s of this run's clients."""
 
     def __init__(
         self, link: TrainerLink, *, group_size: int, client_samples: bool = True, has_workers: bool = False
     ) -> None:
-        """`has_workers`: whether the trainer runs its own."""
         self._link = link
         if has_workers:
             self.own_clients = link.own_clients
@@ -67,7 +64,6 @@ class EpisodeSource:
         )
 
     async def outcomes(self) -> list[Outcome]:
-        """Wait for at least one ended episode."""
         return await self._link.outcomes()
 
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
@@ -76,11 +72,10 @@ class EpisodeSource:
             self._link.cancel(episode_uuids, reason)
 
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows in one transaction, without waiting."""
         self._link.note(rows)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows in one transaction, and wait until all rows so far are committed."""
+        """Returns once all rows so far are committed."""
         await self._link.commit(rows)
 
     def set_status(self, **changed: Any) -> None:

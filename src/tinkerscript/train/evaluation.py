@@ -1,7 +1,7 @@
 """`Evaluator`: scores policy versions on held-out samples.
 
 An evaluation after a step overlaps with the next steps, with a share of the workers, if the sampler can
-hold its version. Otherwise, and before and after training, it gets all workers.
+hold its version. Otherwise it gets all workers.
 
 Invariant: each label is evaluated once per run, by a single version, even across restarts. Failed episodes
 are reported next to the score, never averaged into it.
@@ -45,8 +45,6 @@ class RunningEvaluation:
     waiting: deque[PlannedEpisode]
     batch: Batch
     pin: ExitStack
-    """Keeps the episodes on its version."""
-
     is_awaited: bool = False
     """Whether training waits for it, with all workers."""
 
@@ -61,8 +59,6 @@ class RunningEvaluation:
 
 @dataclass
 class Evaluator:
-    """Evaluates before, during and after training. `run` advances overlapping evaluations."""
-
     parts: OpenRun
     samples: TaskSamples | None
     """None: clients register samples, and nothing is evaluated."""
@@ -75,7 +71,7 @@ class Evaluator:
         self.config = self.parts.config.evaluation
         self.finished = {each.label: each for each in self.parts.history.evaluations}
         self._begun = list[RunningEvaluation]()  # Oldest first.
-        self._started = 0  # Alongside the steps.
+        self._started = 0
 
         self._finishing = asyncio.Lock()
         self._failure: NoSuccessError | None = None
@@ -83,7 +79,7 @@ class Evaluator:
     # What the training loop calls
 
     async def run(self) -> None:
-        """Advance the evaluations until cancelled. The loop raises a NoSuccessError between steps."""
+        """The loop raises a NoSuccessError between steps."""
         try:
             while True:
                 before = self.collector.received
@@ -103,17 +99,17 @@ class Evaluator:
         await self._wait()
 
     async def during(self, step: int, *, steps: int) -> None:
-        """Evaluate if due after `step`, and wait until the sampler can hold all unfinished versions."""
+        """Also waits until the sampler can hold all unfinished versions."""
         if self.is_due(step, steps=steps):
             await self._begin(f"step-{step}", step, self.config.interim_episodes)
         await self._wait(at_most=self.policy.holds)
 
     async def again(self, step: int) -> None:
-        """Restart an interrupted evaluation. The weights of `step` must be the newest."""
+        """The weights of `step` must be the newest."""
         await self._begin(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
-        """Evaluate the final weights, again if the run was extended, and wait for all evaluations."""
+        """Evaluates again if the run was extended, and waits for all evaluations."""
         if (done := self.finished.get("after")) and done.step != step:
             del self.finished["after"]
         await self._begin("after", step, self.config.episodes)
@@ -149,7 +145,6 @@ class Evaluator:
         self._tell()
 
     async def _wait(self, *, at_most: int = 0) -> None:
-        """Wait until at most this many are unfinished, with all workers."""
         while len(self._begun) > at_most or self._failure is not None:
             if self._failure is not None:
                 raise self._failure
@@ -246,7 +241,6 @@ class Evaluator:
 
 
 def _role_scores(roles: Sequence[str], accepted: Sequence[EpisodeAccepted]) -> dict[str, float]:
-    """Each role's mean reward over the episodes that called it."""
     rewards = {
         role: [each.reward_of(role) for each in accepted if calls_of(each.all_calls, role)] for role in roles
     }

@@ -52,7 +52,7 @@ async def open_frozen_role(
     max_wait_s: float = MAX_WAIT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[FrozenModel]:
-    """Open the model of the role `name`. Raises ConfigError, with the name, if it is unusable.
+    """Raises ConfigError, with the role's name, if the model is unusable.
 
     `folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request, `max_wait_s` all
     retries.
@@ -114,8 +114,6 @@ async def _examined(name: str, role: RoleConfig, server: VllmServer, folder: Pat
 
 @dataclass(eq=False)
 class ServedFrozenModel(FrozenModel):
-    """A model on a vLLM server that the run did not start."""
-
     name: str
     server: VllmServer
     facts: ServerFacts
@@ -173,7 +171,7 @@ class ServedFrozenModel(FrozenModel):
         return sample.scores
 
     def _tell(self, reason: str, now: float) -> None:
-        """Report a wait, or its end (empty `reason`), once for all concurrent requests."""
+        """Once for all concurrent requests. An empty `reason` ends the wait."""
         if reason and (not self._noted or now - self._noted >= RETRY_NOTE_S):
             self._noted = now
             self.note(f"waiting for {self._name}: {reason}")

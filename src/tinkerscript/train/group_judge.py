@@ -65,8 +65,6 @@ class JudgedGroup:
 
     group_id: str
     payload: Mapping[str, Any]
-    """The sample's; empty if a client registered it."""
-
     episodes: Sequence[JudgedEpisode]
     ask: Ask
     """Asks a role of the run: `await group.ask("judge", messages)`."""
@@ -193,7 +191,7 @@ Reply with one JSON object and nothing else:
 async def ranked(group: JudgedGroup, judge: JudgeConfig) -> list[Verdict]:
     """Ask the role `judge.role` to score all attempts, in random order.
 
-    Raises GatewayError without an answer, and ValueError for replies without valid scores.
+    Raises GatewayError, and ValueError for replies without valid scores.
     """
     order = list(range(len(group.episodes)))
     random.Random(group.group_id).shuffle(order)

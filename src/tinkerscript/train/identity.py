@@ -62,7 +62,7 @@ def check_whole(path: Path) -> None:
     if not run_id and holds_run(path):
         raise ConfigError(f"{path} has no {RUN_ID}, which identifies the run of {LEDGER_FILE}: put it back")
     if not run_id:
-        return  # Nothing has begun.
+        return
     checkpoints = {folder: _manifest(folder) for folder in sorted(path.glob(f"{CHECKPOINTS}/step_*"))}
     marked = {folder: manifest for folder, manifest in checkpoints.items() if manifest}
     foreign = [path / LEDGER_FILE] if is_foreign(path / LEDGER_FILE, run_id) else []
@@ -78,7 +78,7 @@ def check_whole(path: Path) -> None:
             f"no checkpoint in {path} is complete ({newest.name} has {damage_of(newest)}): put one back, or "
             f"remove {path / CHECKPOINTS} to begin again at step 1"
         )
-    if (path / LEDGER_FILE).exists():  # Otherwise `begin` checks the ledger.
+    if (path / LEDGER_FILE).exists():
         whole = [int(folder.name.removeprefix("step_")) for folder in checkpoints if not damage_of(folder)]
         check_covers(_asked(path / LEDGER_FILE, LAST_STEP.replace("{s}", "")), whole)
 
@@ -86,7 +86,7 @@ def check_whole(path: Path) -> None:
 def holds_run(path: Path) -> bool:
     """Whether a run has begun here. Raises ConfigError for an unreadable ledger."""
     ledger = path / LEDGER_FILE
-    if not ledger.exists():  # It may be elsewhere.
+    if not ledger.exists():
         return any(path.glob(f"{CHECKPOINTS}/step_*")) or size_of(path / "metrics.jsonl") > 0
     return bool(_asked(ledger, "SELECT EXISTS (SELECT 1 FROM episodes) OR EXISTS (SELECT 1 FROM steps)"))
 

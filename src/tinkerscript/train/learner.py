@@ -152,7 +152,7 @@ class Learner:
     # Groups
 
     def take(self, groups: Iterable[AcceptedGroup], stale: Mapping[str, str] | None = None) -> None:
-        """Begin a step: merge episodes into groups. A role takes only the episodes that called it.
+        """A role takes only the episodes that called it.
 
         `stale`: uuid of a too old episode -> reason. Its reward counts, but it has no sequences.
         """
@@ -236,8 +236,8 @@ class Learner:
     ) -> None:
         """Decide which sequences train, and with which advantages. Changes no weights.
 
-        `lag_of_version`: policy version -> training steps behind (None: all current). `replayed`: groups of
-        earlier steps. Raises AlignmentError if the batch is misaligned and `on_misalignment` is `stop`.
+        `lag_of_version`: policy version -> training steps behind (None: all current). Raises AlignmentError
+        if the batch is misaligned and `on_misalignment` is `stop`.
         """
         self.replayed = list(replayed)
         try:
@@ -322,7 +322,6 @@ class Learner:
         *,
         trains: bool,
     ) -> list[tuple[WeightedRollout, FloatArray]]:
-        """The sequences that pass, each with the trainer's logprobs before the update, float32 [T]."""
         if not items:
             return []
         if self.config.rollout_correction.bypass:
@@ -340,7 +339,7 @@ class Learner:
         ]
         of = {id(item): logprobs for item, logprobs in zip(items, trainer, strict=True)}
         kept = self.alignment.compare(items, trainer, lags=lag_of_version, step=step)
-        if len(kept) < len(items):  # The gradient includes failed sequences.
+        if len(kept) < len(items):
             await self.drop_gradients()
         return [(item, of[id(item)]) for item in kept]
 
@@ -349,7 +348,7 @@ class Learner:
         config = self.config
         return (
             self._is_embedded  # Tinker's services cannot drop a gradient.
-            and not self.role  # The engine holds one policy's gradient.
+            and not self.role
             and not config.rollout_correction.is_on
             and config.top_entropy == 1
             and COVARIANT not in self._loss.inputs
@@ -360,7 +359,6 @@ class Learner:
     async def _forward_backward(
         self, items: list[WeightedRollout], step: int
     ) -> list[Mapping[str, tinker.TensorData]]:
-        """Compute the step's only gradient, for `train`."""
         self._batch, self._measured = await self._token_advantages(items, [], step)
         (part,) = minibatches(self._batch, 1, seed=f"{self.seed}/{step}/0")
         output = await cast("Any", self.client).forward_backward(
@@ -371,7 +369,7 @@ class Learner:
         return [of[id(item.rollout)] for item in items]
 
     async def train(self, step: int) -> dict[str, float]:
-        """Take one optimizer step per minibatch and epoch. Returns their mean `train/` metrics."""
+        """One optimizer step per minibatch and epoch. Returns their mean `train/` metrics."""
         batch, self._batch = self._batch, []
         computed, self._computed = self._computed, None
         rate = learning_rate(self.config, step, steps=self.config.steps)

@@ -88,7 +88,7 @@ class TrainingLoop:
         self._mid_step = False
 
     async def run(self) -> None:
-        """Run or resume. If the run ends between two steps, the last one is saved."""
+        """If the run ends between two steps, the last one is saved."""
         self._stream.restore(self.parts.history)
         beside = [asyncio.create_task(self._collector.run(), name="receive outcomes")]
         try:
@@ -115,7 +115,6 @@ class TrainingLoop:
             await self._publish()
 
     async def _evaluate_again(self, steps: Sequence[int]) -> None:
-        """Restart interrupted evaluations of earlier steps."""
         whole = self.parts.folder.whole_checkpoints()
         for step in steps:
             if self._restore is None or not self.policy.holds or step not in whole:
@@ -132,7 +131,7 @@ class TrainingLoop:
 
     async def _train(self) -> None:
         await self.evaluator.before(self.step)
-        await self.evaluator.during(self.step, steps=self._steps)  # Resumes one that a restart interrupted.
+        await self.evaluator.during(self.step, steps=self._steps)
         self._began = time.monotonic() - self.train_seconds
         while self.step < self._steps:
             step = await self._take(self.step + 1)
@@ -148,7 +147,6 @@ class TrainingLoop:
         self.checkpoints.delete_old()
 
     async def _take(self, number: int) -> TrainingStep:
-        """Wait for the step's groups, and measure the share of sampling."""
         held, calls = self._collector.held.seconds, self.policy.calls.seconds
         step = await self._stream.take(number, version=self.policy.version)
         if held := self._collector.held.seconds - held:

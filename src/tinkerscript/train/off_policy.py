@@ -57,11 +57,11 @@ class PolicyLags:
         self._steps_of[version] = step
 
     def by_version(self, step: int) -> dict[int, int]:
-        """Each version's lag for weights with `step` steps behind them."""
+        """For weights with `step` steps behind them."""
         return {version: step - steps for version, steps in self._steps_of.items()}
 
     def usable(self, step: int) -> list[int] | None:
-        """Versions that may train the weights of `step`. None: all."""
+        """None: all."""
         if self._keeps_stale:
             return None
         return [version for version, lag in self.by_version(step).items() if lag <= self.max]
@@ -117,18 +117,16 @@ class _Kept:
 
 
 class ReplayBuffer:
-    """Groups of earlier steps that train again, oldest first, in at most `uses` steps.
-
-    Draws depend only on the seed, the step and the groups trained before, so a resumed run draws the same.
-    """
+    """Draws depend only on the seed, the step and the groups trained before, so a resumed run draws the
+    same."""
 
     def __init__(self, config: TrainingConfig, *, seed: int, capacity: int = CAPACITY) -> None:
         self._uses = config.replay_uses
         self._number = (config.replay_uses - 1) * config.groups_per_step
         self._seed = seed
         self._capacity = capacity
-        self._kept: dict[tuple[str, ...], _Kept] = {}  # By the uuids of the group's episodes.
-        self._stale = 0  # Removed by the last `drop`.
+        self._kept: dict[tuple[str, ...], _Kept] = {}
+        self._stale = 0
 
     @property
     def episodes(self) -> set[str]:
@@ -141,7 +139,7 @@ class ReplayBuffer:
         self._stale = len(stale)
 
     def draw(self, step: int) -> list[RolloutGroup]:
-        """Draw groups without replacement, favoring newer ones."""
+        """Without replacement, favoring newer groups."""
         # The largest u ** (1 / weight) form such a weighted sample (Efraimidis and Spirakis 2006).
         uniform = random.Random(f"{self._seed}/{step}/replay")
         drawn = [

@@ -35,11 +35,10 @@ class OpenRun:
     """Where the run resumes; empty for a new run."""
 
     replayed: Sequence[EpisodeAccepted] = ()
-    """The episodes of `history.replayed`, with calls."""
 
     @asynccontextmanager
     async def backend(self, model: Path) -> AsyncGenerator[TrainerBackend]:
-        """Open what trains and samples, restored to the last checkpoint."""
+        """Restored to the last checkpoint."""
         async with AsyncExitStack() as stack:
             opening = open_backend(
                 self.config.engine,
@@ -69,8 +68,7 @@ async def open_page(
 ) -> AsyncGenerator[RunStatus]:
     """Serve the run's page, and copy its folder if that is a URL, while the context is open.
 
-    Comes first, so that the page shows slow or failing steps. `join`: a server already runs, perhaps with
-    the ledger elsewhere.
+    Comes first, so that the page shows slow or failing steps. `join`: a server already runs.
     """
     status = RunStatus(progress)
     if join and on_page and not is_here(config.interchange_server.store, folder.path):

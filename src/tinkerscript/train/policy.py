@@ -1,11 +1,11 @@
 """`Policy`: the newest published weights, and the policy version that names them.
 
 Invariants: versions only increase, even across restarts, because each is in the ledger before it is used.
-Samples do not depend on timing: the n-th request for a prompt to a step's weights has its own seed, so
-restarts, workers, networks and backends do not change a run's tokens.
+The n-th request for a prompt to a step's weights has its own seed, so timing does not change a run's
+tokens.
 
-If weights change in flight, each logprob is from the weights that sampled the token, after exactly the
-recorded prefix; older weights' caches are never used.
+If weights change in flight, each logprob is from the weights that sampled the token; older weights' caches
+are never used.
 """
 
 from __future__ import annotations
@@ -47,13 +47,9 @@ class SeededSampler(Sampler):
 
     sampler: Sampler
     seed: int | None = field(kw_only=True)
-    """The run's. None: requests get none."""
-
     step: int = field(kw_only=True)
     max_context: int = field(kw_only=True)
     key: str = ""
-    """Different keys give different seeds."""
-
     used: set[int] = field(default_factory=set[int])
 
     def __post_init__(self) -> None:
@@ -106,8 +102,7 @@ class _Weights:
 
 
 class Policy:
-    """Samples from the newest version. `publish` turns the current weights, including trained roles', into
-    the next one.
+    """`publish` turns the current weights, including trained roles', into the newest version.
 
     An AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run.
     """
@@ -125,8 +120,6 @@ class Policy:
         self._ledger = ledger
         self._in_flight = in_flight
         self.version = version
-        """-1 before the first."""
-
         self._seed = seed
         self._own = _Weights(publisher, key="")
 
@@ -134,7 +127,6 @@ class Policy:
         self._trained = {"": self._own}
         self._frozen: dict[str, SeededSampler] = {}
 
-        # Episode uuid -> its version's samplers, by role.
         self._pinned: dict[str, Mapping[str, SeededSampler]] = {}
 
         # True while the newest version is for pinned episodes only.
@@ -182,9 +174,9 @@ class Policy:
                     del self._pinned[each]
 
     async def publish(self, step: int = 0, *, is_past: bool = False) -> int:
-        """Make the current weights, with `step` training steps, the next version, and sample from it.
+        """`step`: training steps of the current weights.
 
-        With `is_past`, only pinned episodes sample from it, and the version to continue with follows.
+        With `is_past`, only pinned episodes sample from the version, and the one to continue with follows.
         """
         version = self.version + 1
         samplers = [await each.publisher.publish(version) for each in self._trained.values()]
@@ -237,7 +229,7 @@ class Policy:
         return weights.sampler
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Serve a request from the newest version, a pinned episode's, or the role's model.
+        """Serve from the newest version, a pinned episode's, or the role's model.
 
         A reply that a publish cuts continues with newer weights. Raises like `SeededSampler.sample`, and
         GatewayError 404 for an unknown role.
@@ -296,7 +288,7 @@ class Policy:
         )
 
     async def failed(self) -> NoReturn:
-        """Wait until sampling breaks, and raise its AlignmentError."""
+        """Raises the AlignmentError that breaks sampling."""
         await self._broken.wait()
         assert self._fault is not None
         raise self._fault

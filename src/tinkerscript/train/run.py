@@ -90,9 +90,8 @@ async def run_training(
 ) -> RunFolder:
     """Train as `config` says; returns the run's folder, with results in summary.json.
 
-    `path`: folder of a run to resume. `join`: use the server that already serves it. `on_server` and
-    `on_page` get the server's and the page's URL; without `on_page` there is no page. Raises ConfigError
-    for a run that cannot start.
+    `path`: folder of a run to resume. `join`: use the server that already serves it. Without `on_page`
+    there is no page. Raises ConfigError for a run that cannot start.
     """
     # Find errors before the run has a folder.
     model = model_folder(config.engine.model)
@@ -375,10 +374,7 @@ class Children:
     plan: list[PlannedProcess]
     launcher: Launcher
     server_stays: bool
-    """Whether the server outlives this trainer."""
-
     here: ServerHere | None = None
-    """The server in this process, if any."""
 
     def url_of_server(self, config: RunConfig) -> str:
         return self.address.seen_from(self.launcher.address, config.interchange_server)
@@ -487,7 +483,7 @@ async def _opened(
 
 
 async def _say_goodbye(link: TrainerLink, *, over: bool, failure: str) -> None:
-    """Tell the server why the trainer leaves, so that nothing waits for a timeout."""
+    """So that nothing waits for a timeout."""
     link.set_status(engine_status="ENGINE.OFFLINE", run_finished=over, failure=failure)
     try:
         async with asyncio.timeout(GOODBYE_S):

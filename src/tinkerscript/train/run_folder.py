@@ -95,7 +95,7 @@ class RunFolder:
         return self.checkpoints / ROLES / role
 
     def checkpoints_named(self, name: str) -> list[Path]:
-        """All policies' checkpoints with this name, the run's own last."""
+        """Of all policies, the run's own last."""
         return [*sorted(self.checkpoints.glob(f"{ROLES}/*/{name}")), self.checkpoints / name]
 
     def checkpoint_name(self, step: int) -> str:
@@ -110,11 +110,10 @@ class RunFolder:
             write_manifest(folder, self.run_id)
 
     def whole_checkpoints(self) -> list[int]:
-        """Steps with complete checkpoints, in order."""
         return [step for step, path in _made_in(self.checkpoints) if not self._lacks(path.name)]
 
     def set_aside_after(self, step: int, *, resumption: int) -> list[str]:
-        """Move checkpoints after `step`, where the run continues. Returns messages about it."""
+        """Move checkpoints after `step` away. Returns messages about it."""
         aside, start = f"undone_{resumption}", f"step {step}" if step else "the beginning"
         said: list[str] = []
         for folder in self._policies:
@@ -145,19 +144,18 @@ class RunFolder:
             yield
 
     async def finish_copies(self, progress: ProgressReporter) -> None:
-        """Wait until everything is copied. Raises UploadError, which names the rest."""
+        """Raises UploadError, which names the rest."""
         if self._uploads is not None:
             with progress.waiting(f"the copies at {self._url}"):
                 await self._uploads.finish()
 
     def checkpointed(self, *, needed: Collection[int] = ()) -> None:
-        """Delete old checkpoints and copy new files, once a checkpoint is in the ledger."""
         self.keep_checkpoints(self._keep, needed=needed)
         if self._uploads is not None:
             self._uploads.copy()
 
     def keep_checkpoints(self, number: int, *, needed: Collection[int] = ()) -> None:
-        """Delete each policy's step checkpoints except the newest `number` and those `needed`."""
+        """For each policy. Also keeps the `needed` ones."""
         for folder in self._policies:
             for step, old in _made_in(folder)[:-number]:
                 if step not in needed:
@@ -188,7 +186,7 @@ class RunFolder:
         rule: AdvantageRule,
         left_out: Mapping[str, str],
     ) -> None:
-        """Write a readable JSON line per episode, including failed ones.
+        """One readable JSON line per episode, including failed ones.
 
         `left_out`: uuid -> why it does not train (default: the group is too small).
         """
@@ -252,7 +250,6 @@ def steps_finished(run_dir: Path) -> int | None:
 
 
 def _made_in(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of each step checkpoint, in order."""
     found = {path: re.fullmatch(r"step_(\d+)", path.name) for path in folder.iterdir()}
     return sorted((int(match[1]), path) for path, match in found.items() if match)
 

@@ -31,8 +31,6 @@ LAST_WORDS_S = 2.0
 
 
 class RunStatus(ProgressReporter):
-    """Forwards progress to `shown`, and writes it into the ledger."""
-
     def __init__(self, shown: ProgressReporter) -> None:
         self._shown = shown
         self._said: dict[str, Any] = {
@@ -45,7 +43,7 @@ class RunStatus(ProgressReporter):
             "began": time.time(),
         }
         self._waits: list[str] = []
-        self._notes: list[NoteRow] = []  # Kept until there is a ledger.
+        self._notes: list[NoteRow] = []
         self._ledger: RowWriter | None = None
         self._writing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()

@@ -24,7 +24,7 @@ MAX_PASSED_OVER = 10_000
 
 
 def usable_task(name: str, args: Mapping[str, Any], *, setting: str = "task", sandbox: str = "") -> Task:
-    """Load a task. Raises ConfigError, also for its own errors. `setting` names the config section."""
+    """Raises ConfigError, also for the task's own errors. `setting` names the config section."""
     try:
         return load_task(name, args, sandbox=sandbox)
     except ConfigError as error:
@@ -51,8 +51,6 @@ class TaskSamples:
         loaded = [usable_task(task.name, task.train_args, sandbox=task.sandbox) for task in tasks]
         self.tasks = [task.task_id for task in loaded]
         self.greedy = [task.task_id for task in loaded if task.temperature == 0]
-        """Tasks that ask for temperature 0."""
-
         if len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"tasks: two have the same file name and task name: {', '.join(self.tasks)}")
         # Each task has its own order; the first has a single-task run's.
@@ -102,7 +100,7 @@ class TaskSamples:
         return {"task": self.tasks[task], "sample": self._train[task].at(index)}
 
     def eval_episodes(self, *, label: str, count: int, attempts: int = 1) -> list[PlannedEpisode]:
-        """Cycle through each task's evaluation samples in order, with `attempts` in a row."""
+        """In order, with `attempts` of each sample in a row."""
         planned: list[PlannedEpisode] = []
         for place in range(count):
             position = place // attempts
@@ -148,7 +146,7 @@ class _WeightedSchedule:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
-        self._taken = [0] * len(weights)  # Positions per task.
+        self._taken = [0] * len(weights)
 
         self._positions: list[tuple[int, int]] = []
 

@@ -63,10 +63,10 @@ async def run_sft(
     path: Path | None = None,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
-    """Train as `config` says; returns the run's folder, with results in summary.json.
+    """Returns the run's folder, with results in summary.json.
 
-    `path`: folder of a run to resume. `on_page` gets the page's URL; without it there is no page. Raises
-    ConfigError for a run that cannot start.
+    `path`: folder of a run to resume. Without `on_page` there is no page. Raises ConfigError for a run that
+    cannot start.
     """
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
@@ -112,7 +112,7 @@ async def run_sft(
 
 
 def load_data(config: RunConfig, model: Path) -> Chats:
-    """The run's episodes or the file of chats that `config.sft.data` names. Raises ConfigError."""
+    """A run's episodes, or a file of chats. Raises ConfigError."""
     sft = config.sft
     if sft.data and Path(sft.data).expanduser().is_dir():
         return load_episodes(config, model)
@@ -136,7 +136,7 @@ async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
 
 
 def check_origin(folder: RunFolder, chats: Chats) -> None:
-    """Record where the chats come from. Raises ConfigError if a resumed run would use others."""
+    """Raises ConfigError if a resumed run would use other chats."""
     path = folder.path / ORIGIN_FILE
     if path.exists():
         begun: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
@@ -163,20 +163,16 @@ class SupervisedRun:
     step: int
     train_seconds: float
     next_chat: int
-    """In the ledger."""
-
     dpo: Dpo | None = None
-    """If pairs train."""
-
     # Weights and ledger may disagree, so a checkpoint would be wrong.
     _mid_step: bool = False
 
     def __post_init__(self) -> None:
         self._storage = StorageLimit(self.ledger, self.parts.config.recording_limit_mb)
-        self._saved = self.step  # Last committed checkpoint.
+        self._saved = self.step
 
     async def run(self) -> None:
-        """Run or resume. If the run ends between two steps, the last one is saved."""
+        """If the run ends between two steps, the last one is saved."""
         every, saves = self.parts.config.evaluation.every_steps, self.parts.config.training.checkpoint_every
         self._began = time.monotonic() - self.train_seconds
         if self.step == 0:
@@ -230,7 +226,6 @@ class SupervisedRun:
             self.parts.progress.note(skipped)
 
     async def _weighted(self, examples: Sequence[SupervisedExample]) -> tuple[Datums, dict[str, float]]:
-        """What `cross_entropy` trains on, and metrics."""
         if self.dpo is None:
             return evenly_weighted([datum for each in examples for datum in each.sequences]), {}
         return await self.dpo.weighted(examples, self.client)
@@ -252,7 +247,7 @@ class SupervisedRun:
         return rows
 
     async def measure(self) -> None:
-        """Measure the held-out negative log-likelihood per trained token, in nats, once per step."""
+        """Held-out negative log-likelihood per trained token, in nats, once per step."""
         if not self.chats.held_out or self.step in dict(self.held_out_curve()):
             return
         with self.parts.progress.waiting("the held-out nll"):

@@ -67,13 +67,13 @@ class StepLog:
         self._samples = samples
         self._own, *self._roles = self._learners = list(learners)
         self._extra = extra_metrics
-        self._broken = set[str]()  # Extra metrics that have failed.
-        self._findings = [len(each.report.findings) for each in learners]  # Reported so far, by policy.
+        self._broken = set[str]()
+        self._findings = [len(each.report.findings) for each in learners]
 
         # Role (empty: the main policy) -> latest steps in a row that trained nothing.
         self._untrained = Counter[str]()
 
-        self._bad = frozenset[str]()  # Health rows that were bad after the last step.
+        self._bad = frozenset[str]()
 
     def measured(self, step: TrainingStep, learned: Sequence[Mapping[str, float]]) -> MeasuredStep:
         """`learned`: metrics of each policy's update."""
@@ -184,7 +184,6 @@ class StepLog:
             self._findings[place] = len(each.report.findings)
 
     def tell_constrained(self, step: int) -> None:
-        """Report constrained tokens once."""
         report = self._own.report
         found = report.step.constrained.total()
         if found and found == report.whole.constrained.total():

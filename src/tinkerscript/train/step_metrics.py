@@ -56,12 +56,8 @@ class StepFacts:
     """Policy lag -> episodes. None: from undone weights."""
 
     stale: Collection[str]
-    """Uuids of episodes too old to train."""
-
     policy_version: int
     cancelled: int
-    """Episodes still running when the batch closed."""
-
     tasks: Sequence[str]
     task_of: Mapping[str, str]
     rollout_s: float
@@ -76,8 +72,6 @@ class StepFacts:
     """Share of the episodes' time in model calls."""
 
     trains_equal: bool = False
-    """Whether equal rewards train too."""
-
     differs: Differs = rewards_differ
 
     @property
@@ -218,11 +212,8 @@ def system(facts: StepFacts) -> dict[str, float]:
 
 
 def reported(facts: StepFacts) -> dict[str, float]:
-    """What episodes report (`log_metrics`), and the kinds of failures.
-
-    `episode/<metric>` is a mean over the episodes that report it. `limit/<kind>`, `tool_error/<kind>` and
-    `failure/<kind>` are totals.
-    """
+    """`episode/<metric>` is a mean over the episodes that report it (`log_metrics`). `limit/<kind>`,
+    `tool_error/<kind>` and `failure/<kind>` are totals."""
     values: dict[str, list[float]] = defaultdict(list)
     counts: Counter[str] = Counter()
     for outcome in facts.outcomes:
@@ -436,7 +427,7 @@ class TrainerMetrics(Logger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Skips names that clients choose."""
-        if step is not None:  # An evaluation's step may be earlier.
+        if step is not None:
             self._newest = max(self._newest, step)
             self._step.set(self._newest)
         for name, value in metrics.items():

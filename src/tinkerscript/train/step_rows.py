@@ -117,7 +117,7 @@ def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> I
 def token_rows(
     learner: Learner, step: int, sequences: Mapping[str, int], *, stopped: str = ""
 ) -> Iterator[list[TokensRow]]:
-    """The numbers for each token of a policy's last update. `stopped`: why the step changed no weights."""
+    """The numbers for each token of the last update. `stopped`: why the step changed no weights."""
     rows, size = list[TokensRow](), 0
     view = _Tokens(learner, stopped)
     for group in (*learner.groups, *learner.replayed):
@@ -193,8 +193,8 @@ def _shortest(values: Any) -> bytes:
 def chat_rows(
     number: int, step: int, datum: tinker.Datum, logprobs: FloatArray, origin: Mapping[str, str]
 ) -> list[Row]:
-    """A chat of supervised training as episode `number`. `logprobs`: float32 [T], before the step.
-    `origin`: metadata that names the chosen or rejected episode; empty for a chat."""
+    """`number`: of the episode. `logprobs`: float32 [T], before the step. `origin`: names the chosen or
+    rejected episode; empty for a chat."""
     inputs = datum.loss_fn_inputs
     targets = inputs["target_tokens"].to_numpy()
     trains = inputs["weights"].to_numpy() != 0

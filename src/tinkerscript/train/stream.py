@@ -2,8 +2,8 @@
 
 Groups start early, as long as they can train at a lag of at most L. With G groups per step and S training
 steps behind the newest weights, at most (S + L + 1) G start in total (Fu et al. 2025, "AReaL",
-arXiv:2505.24298). A step takes complete groups in starting order, and waits for older ones if it would
-leave more behind than later steps can train in time.
+arXiv:2505.24298). A step takes complete groups in starting order, and waits for older ones that later steps
+could not train in time.
 
 Invariants: no group trains more than L steps after the weights that it started with; older ones are left
 out, with a reason in the ledger. Slow groups are kept, except that up to `extra_groups` are cancelled in
@@ -55,7 +55,7 @@ class TrainingStep:
 
     publish_s: float = 0.0
     wait_stale_s: float | None = None
-    """Seconds of waiting for groups that would have been too old later."""
+    """Seconds spent on groups that would have been too old later."""
 
     sampling_share: float | None = None
     """Share of the episodes' time in model calls."""
@@ -79,9 +79,9 @@ class GroupStream:
     lags: PolicyLags
 
     def __post_init__(self) -> None:
-        self._pool = self._batch("")  # Started, not taken.
+        self._pool = self._batch("")
         self._behind = 0  # Training steps behind the newest published weights.
-        self._next = 1  # The step that takes groups next.
+        self._next = 1
         self._extra = self.config.extra_groups
 
         # At lag 0, groups of an interrupted step that can no longer train. An uninterrupted run would not
@@ -103,7 +103,7 @@ class GroupStream:
             self._lost = history.planned_groups - len(self._pool.groups)
 
     async def published(self, step: int) -> None:
-        """Weights with `step` training steps sample now, so above lag 0 groups start."""
+        """Above lag 0, groups start for weights with `step` training steps."""
         self._behind = step
         if self.lags.max:
             await self._start()
@@ -153,7 +153,6 @@ class GroupStream:
         return taken
 
     def end(self) -> None:
-        """Leave out all groups, since no step follows."""
         self._leave_out(self._pool, self._behind, "the run ended before a step could take its group")
 
     def _leave_out(self, batch: Batch, step: int, reason: str) -> None:
@@ -197,7 +196,6 @@ class GroupStream:
     # The rule
 
     async def _start(self) -> bool:
-        """Start as many groups as there is room for, if any."""
         if not (room := self._room):
             return False
         assert self.samples is not None

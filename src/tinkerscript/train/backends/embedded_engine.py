@@ -223,7 +223,7 @@ class EmbeddedSampler(FrozenSampler):
         return nullcontext(EmbeddedSampler(self._client.apart(), self.policy_version))
 
     async def _compile(self, constraint: Constraint) -> None:
-        """In a thread: compiling can take a second, and releases the GIL."""
+        """Compiling can take a second, and releases the GIL."""
         try:
             await asyncio.to_thread(self._client.compile_grammar, constraint.grammar)
         except GrammarError as error:
@@ -250,10 +250,9 @@ class ProgressRelay:
         self._callback = callback
         self._loop = loop
         self._lock = threading.Lock()
-        self._undelivered: dict[int, _Undelivered] = {}  # By sequence index.
+        self._undelivered: dict[int, _Undelivered] = {}
 
     def report(self, index: int, offset: int, token: int, logprob: float, top: Alternatives) -> None:
-        """Called on the engine's thread."""
         with self._lock:
             is_first = not self._undelivered
             tokens = self._undelivered.setdefault(index, _Undelivered(offset))
@@ -264,7 +263,7 @@ class ProgressRelay:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                return  # The loop is closed.
+                return
 
     def _deliver(self) -> None:
         with self._lock:

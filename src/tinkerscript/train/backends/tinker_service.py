@@ -76,11 +76,7 @@ class TinkerBackend(TrainerBackend):
     service: tinker.ServiceClient
     config: EngineConfig
     model: str
-    """Its name at the service."""
-
     folder: Path
-    """With the tokenizer and config."""
-
     max_context: int
     checkpoint_dir: Path
     seed: int
@@ -129,7 +125,6 @@ class TinkerBackend(TrainerBackend):
 
     async def start(self) -> None:
         if self.config.checkpoint:
-            # A new run has a fresh optimizer.
             self._use(await self._from_state(_path_of_checkpoint(self.config.checkpoint)))
             return
         lora = self.config.lora
@@ -299,8 +294,6 @@ class SlowCallNotifier:
 
 @dataclass
 class SentCall(Generic[T]):
-    """Awaiting it goes through the notifier."""
-
     notifier: SlowCallNotifier
     call: Awaitable[T]
     what: str

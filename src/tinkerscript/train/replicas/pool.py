@@ -3,9 +3,8 @@
 An episode stays with one replica, which has cached its earlier turns. A new or returning replica samples
 once it has the live versions, and has shown that adapters act on every kind of module.
 
-Invariants: a single version samples a call, and the result names it. A replica samples only from versions
-that it loaded by their files' digest and did not fail to prove. Unanswered calls of a lost replica are
-repeated elsewhere, since nothing was recorded.
+Invariants: a single version samples a call. A replica samples only from versions that it loaded by their
+files' digest and did not fail to prove. Unanswered calls of a lost replica are repeated elsewhere.
 """
 
 from __future__ import annotations
@@ -98,8 +97,6 @@ class ReplicaPool(Sampler):
 
     restart: Callable[[Replica], None]
     record: Path
-    """Gets a line for each proof."""
-
     note: Callable[[str], None]
     timeout_s: float
     load_s: float = LOAD_S
@@ -209,8 +206,8 @@ class ReplicaPool(Sampler):
             await asyncio.sleep(RESTART_RETRY_S)
 
     async def _watch(self, replica: Replica) -> None:
-        """Lose the replica if its server does not respond, samples nothing for its requests, or was
-        restarted (its token counter is reset)."""
+        """Lose the replica if its server does not respond, hangs, or was restarted (its token counter is
+        reset)."""
         pause = min(2.0, self.hang_s / 4)
         moved_at = time.monotonic()
         while True:
@@ -236,7 +233,7 @@ class ReplicaPool(Sampler):
     # Versions
 
     async def publish(self, published: Published) -> None:
-        """Load and prove a version on every serving replica. Those that fail are lost.
+        """Replicas that fail to load or prove the version are lost.
 
         Raises EngineError if no replica has the version and none comes back.
         """
@@ -310,7 +307,7 @@ class ReplicaPool(Sampler):
             if replica.serving:
                 try:
                     await replica.retire(published.version, published.name)
-                except GatewayError as error:  # `_watch` decides whether it is lost.
+                except GatewayError as error:
                     logger.warning("replica.not_retired name=%s error=%s", replica.name, error)
         shutil.rmtree(published.folder)
 
@@ -370,7 +367,7 @@ class ReplicaPool(Sampler):
             self._held[version] -= 1
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Sample from the newest announced version, or the one that the episode finishes with.
+        """Sample from the newest announced version, or the episode's.
 
         Raises GatewayError: 503 if no replica is available in time, or the replica's own.
         """
@@ -397,13 +394,13 @@ class ReplicaPool(Sampler):
     async def _pin(
         self, affinity: str, deadline: float, *, avoid: Replica | None = None, held: int | None = None
     ) -> Pin:
-        """Choose where an episode's next call goes. Raises GatewayError 503."""
+        """Raises GatewayError 503."""
         pin = self._pins.get(affinity)
         if pin is None:
             replica = await self._least_loaded(deadline, version=held, avoid=avoid)
             pin = Pin(replica, self._newest if held is None else held)
             if affinity:
-                self._unpin(affinity)  # A concurrent call may have pinned it.
+                self._unpin(affinity)
                 self._pins[affinity] = pin
                 pin.replica.pinned += 1
                 while len(self._pins) > PINS:

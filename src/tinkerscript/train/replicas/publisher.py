@@ -122,7 +122,6 @@ async def open_replicas(
     inference, engine = config.inference, backend.engine
     timeout_s = config.interchange_server.call_timeout_s
     adapters = folder / ADAPTERS_FOLDER
-    # From an earlier process, like its replicas.
     shutil.rmtree(adapters, ignore_errors=True)
     launched = _launched(
         [process for process in plan_of(config, folder) if process.name.startswith("replica ")],
@@ -175,10 +174,7 @@ async def open_replicas(
 def _launched(
     planned: Sequence[PlannedProcess], config: RunConfig, *, model: Path, folder: Path, adapters: str
 ) -> dict[Replica, Child]:
-    """The replicas to launch, with processes that have not started.
-
-    `adapters`: folder or URL of what the run publishes.
-    """
+    """`adapters`: folder or URL of what the run publishes. The processes have not started."""
     key = secrets.token_hex(16)
     inference = config.inference.model_copy(update={"model": REPLICA_MODEL})
     values: dict[str, str] = {Slot.MODEL: str(model), Slot.ADAPTERS: adapters, Slot.KEY: key}
@@ -217,7 +213,6 @@ def _scorer(engine: EmbeddedEngine) -> Scorer:
             # The last position is not scored, so append an id.
             client.score(
                 tinker.ModelInput.from_ints([*ids.tolist(), 0]),
-                # The row after the prompt, for each chosen token.
                 chosen=(np.full(len(chosen), len(ids) - 1, np.int64), chosen),
             )
             for ids, chosen in zip(prompts, tokens, strict=True)

@@ -58,14 +58,12 @@ class Replica:
         self._facts: ServerFacts | None = None
         self._samplers: dict[int, RemoteSampler] = {}
         self._text: Callable[[list[int]], str] | None = None
-        self._calls: dict[asyncio.Task[SampleResult], int] = {}  # Running call -> its version.
+        self._calls: dict[asyncio.Task[SampleResult], int] = {}
 
         self.pinned = 0
         self.tokens = 0.0
-        """Tokens sampled at the last check."""
-
         self.serving = False
-        self._weights = ""  # Loaded full weights.
+        self._weights = ""
 
     @property
     def load(self) -> tuple[int, int]:
@@ -94,17 +92,15 @@ class Replica:
             self._is_up.set()
 
     def move(self, process: Started) -> None:
-        """Connect to the restarted server, perhaps elsewhere."""
         self._former.append(self._server)
         self._connect(f"http://{process.host}:{process.port}")
 
     def leave(self) -> None:
-        """The server is going, and will be restarted."""
         self._is_up.clear()
         self._is_gone.set()
 
     async def begin(self, model_folder: Path, timeout_s: float) -> ServerFacts:
-        """Wait until the server responds, and examine it. Raises ConfigError."""
+        """Raises ConfigError."""
         self._samplers.clear()
         self._weights = ""
         self.tokens = 0.0
@@ -231,7 +227,6 @@ class Replica:
             await self._server.unload_adapter(name)
 
     def lose(self) -> None:
-        """Treat the server as gone with everything that it had loaded."""
         self.serving = False
         self.pinned = 0
         self._abandon_all()
