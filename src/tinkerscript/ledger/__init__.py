@@ -21,13 +21,11 @@ def is_shared(url: str) -> bool:
 
 
 def file_of(url: str, folder: Path) -> Path:
-    """Path of a SQLite ledger."""
     _, _, path = url.partition("://")
     return Path(path) if path else folder / LEDGER_FILE
 
 
 def is_here(url: str, folder: Path) -> bool:
-    """Whether this machine can open the ledger."""
     return is_shared(url) or file_of(url, folder).exists()
 
 

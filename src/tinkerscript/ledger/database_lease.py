@@ -17,7 +17,7 @@ from psycopg import AsyncConnection
 
 DATABASE_LEASE_S = 3.0  # Without a renewal, another server may take the lease after this many seconds.
 RENEW_S = 0.5  # Seconds between renewals.
-LEASE_POLL_S = 0.2  # Seconds between attempts to take it.
+LEASE_POLL_S = 0.2
 LOST_LEASE = "TS001"  # SQLSTATE of a transaction whose epoch is over.
 
 LEASE_TABLE = f"""
@@ -50,8 +50,6 @@ TIMEOUTS = b"SET LOCAL lock_timeout = '2s'; SET LOCAL idle_in_transaction_sessio
 
 
 class DatabaseLease:
-    """Takes the lease and renews it until it is lost or released."""
-
     def __init__(
         self, connection: Connection, schema: str, *, holder: str, lost: Callable[[str], None]
     ) -> None:
@@ -66,7 +64,7 @@ class DatabaseLease:
         """Fires if a renewal gets no answer in time."""
 
     async def take(self) -> int:
-        """Wait for the lease and take it. Returns its epoch. Raises psycopg.Error."""
+        """Wait for the lease. Returns its epoch. Raises psycopg.Error."""
         waiting = False
         while not await self._try():
             if not waiting:
@@ -88,7 +86,7 @@ class DatabaseLease:
                     (self._holder, DATABASE_LEASE_S),
                 )
         except psycopg.errors.LockNotAvailable:
-            return False  # A slow transaction of the leader, or another server taking the lease.
+            return False  # A slow transaction, or another server taking the lease.
         if epoch is not None:
             self._epoch = epoch
         return epoch is not None

@@ -24,7 +24,7 @@ JUDGED_STEPS = 10
 # long one (at most `WINDOWS`).
 WINDOW, WINDOWS = 5, 40
 
-SURE = 2.5  # A fall from the best window to the last, in standard errors.
+SURE = 2.5
 
 _SCORES = """
 SELECT sample, avg(reward), min(uuid) FROM episodes
@@ -57,7 +57,7 @@ class HealthRow(BaseModel):
 
 
 class BestScore(BaseModel):
-    """The best evaluation, if the last one is significantly lower."""
+    """Not None if the last evaluation is significantly lower."""
 
     label: str
     step: int
@@ -68,8 +68,6 @@ class BestScore(BaseModel):
 
 @dataclass(frozen=True)
 class _Trend:
-    """Means of a metric's windows; 0 is the last."""
-
     means: dict[int, float]
 
     @property
@@ -122,7 +120,7 @@ class _Steps:
         return lowest[0], highest[1]
 
     def errors(self) -> list[NamedRow]:
-        """Why sequences did not train: name and count, most frequent first."""
+        """Name and count, most frequent first."""
         query = """
             SELECT name, sum(count) FROM findings WHERE kind = 'error' AND undone = 0 AND step > ?
             GROUP BY name ORDER BY 2 DESC, name

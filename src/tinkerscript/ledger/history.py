@@ -1,9 +1,8 @@
 """From which checkpoint a run resumes, and which earlier work still counts.
 
-A run resumed from the checkpoint of step k builds on the policy versions published up to k. The transaction
-that records the resumption also undoes later steps. Groups that had started by then, and that no step up to
-k used, train (again), unless undone weights sampled a part: such a group is given up, and its sample is
-asked first.
+A run resumed from the checkpoint of step k builds on the policy versions up to k. The transaction that
+records this also undoes later steps. Groups that had started by then, and that no step up to k used, train,
+unless undone weights sampled a part: such a group is given up, and its sample is asked first.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str
     position: int
     step: int
-    """The first step that could train on it."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +53,6 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     resumption: int = 1
     step: int = 0
-    """Resume from this checkpoint; 0: the initial weights."""
-
     checkpoint: CheckpointRow | None = None
     evaluations: list[EvaluationRow] = []
     interrupted: list[int] = []
@@ -75,8 +71,6 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Groups planned for the next step, except those that were set aside, which others replace."""
 
     next_position: int = 0
-    """First unused position in the order of training samples."""
-
     again: list[int] = []
     """Positions to ask again, because undone weights sampled their groups."""
 
@@ -84,8 +78,6 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """What the latest steps trained on, by step, role, place and episode."""
 
     verdicts: dict[int, float] = {}
-    """Episode -> reward from the judge."""
-
     open_until: int = 0
     """The last end number that waits for this trainer; 0: none."""
 
@@ -99,8 +91,6 @@ class Tally(msgspec.Struct, kw_only=True):
     failed: int = 0
     cancelled: int = 0
     retries: int = 0
-    """Failed attempts of episodes that later ended well."""
-
     left_out: int = 0
     """Unused results, for a reason that does not concern their group."""
 
@@ -155,14 +145,14 @@ def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
 
 
 async def begin(ledger: Ledger, checkpoints: Collection[int], *, time: float) -> Beginning:
-    """Find where to resume, and undo later steps, without waiting for the commit. Raises ConfigError."""
+    """Also undo later steps, without waiting for the commit. Raises ConfigError."""
     beginning = await find_beginning(ledger, checkpoints)
     undo_later(ledger, beginning.history, time=time)
     return beginning
 
 
 async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay_lag: int = 0) -> Beginning:
-    """Find the newest of `checkpoints` (steps with a complete checkpoint) that has a row in the ledger.
+    """Find the newest of `checkpoints` (steps with a complete checkpoint) that has a row.
 
     `History.replayed` covers the last `replay_lag` steps. Raises ConfigError if the ledger is older than a
     checkpoint.
@@ -221,7 +211,6 @@ async def given_up_positions(ledger: Ledger, history: History) -> list[int]:
 
 
 def undo_later(ledger: Ledger, history: History, *, time: float) -> None:
-    """Record the resumption, and undo every step after its checkpoint."""
     ledger.put(ResumptionRow(resumption=history.resumption, step=history.step, time=time))
     for kind in UNDONE:
         stays = f" AND outcome != '{Use.SET_ASIDE}'" if kind is TrainedRow else ""

@@ -1,8 +1,8 @@
 """`Ledger`: what happened in a run, in a database that outlives the process.
 
 Invariant: nothing is answered before it is committed. Writes of a few event-loop iterations, or during a
-commit, share the next transaction. After it, `durable()` returns and `after_commit` callbacks run, in the
-order of the writes. Reads see only committed rows.
+commit, share a transaction. After it, `durable()` returns and `after_commit` callbacks run, in the order of
+the writes. Reads see only committed rows.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ class Statement(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class WriteBatch:
-    """The writes of one transaction: rows, then statements."""
-
     rows: dict[type[Row], dict[Any, Row]] = field(default_factory=dict[type[Row], dict[Any, Row]])
     """Table -> key -> row. Tables without a key, or with `ONCE`, use a counter as key."""
 
@@ -77,11 +75,7 @@ class Ledger(ABC):
     def __init__(self) -> None:
         self._batch = WriteBatch()
         self._committing: asyncio.Task[None] | None = None
-        """Set while writes are pending."""
-
         self.bytes_put = 0
-        """Bytes of the large columns written so far."""
-
         self._failure: StoreError | None = None
         self._failed = asyncio.Event()
 
@@ -112,14 +106,14 @@ class Ledger(ABC):
     # Reading
 
     async def rows(self, kind: type[R], rest: str = "", parameters: Sequence[Any] = ()) -> list[R]:
-        """Rows of a table. `rest` follows its name in the SELECT."""
+        """`rest` follows the table's name in the SELECT."""
         found = await self.read(
             f"SELECT {', '.join(columns(kind))} FROM {{s}}{kind.TABLE} {rest}", parameters
         )
         return [row_of(kind, each) for each in found]
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
-        """Calls of each claim (episode sequence and attempt), oldest first."""
+        """For each claim (episode sequence and attempt), oldest first."""
         return [decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
 
     # Writing
@@ -145,7 +139,7 @@ class Ledger(ABC):
             self.put(row)
 
     async def commit(self, rows: Iterable[Row] = ()) -> None:
-        """Write rows, and return once all writes so far are committed. Raises StoreError."""
+        """Returns once all writes so far are committed. Raises StoreError."""
         self.note(rows)
         await self.durable()
 
@@ -153,7 +147,6 @@ class Ledger(ABC):
         self.put(call_row(episode, attempt, call))
 
     def execute(self, sql: str, *parameters: Any) -> None:
-        """Run a statement after the transaction's rows."""
         batch = self._open_batch()
         batch.statements.append(Statement(sql, parameters))
         batch.count += 1
@@ -163,7 +156,7 @@ class Ledger(ABC):
         self._open_batch().callbacks.append(callback)
 
     async def durable(self) -> None:
-        """Return once all writes so far are committed. Raises StoreError."""
+        """Returns once all writes so far are committed. Raises StoreError."""
         if self._failure is not None:
             raise self._failure
         if self._committing is not None:
@@ -179,7 +172,7 @@ class Ledger(ABC):
         raise self._failure
 
     async def close(self) -> None:
-        """Commit pending writes, then release the ledger. Raises a StoreError that was not raised before."""
+        """Commit pending writes first. Raises a StoreError that was not raised before."""
         known = self._failure
         try:
             if self._committing is not None:
@@ -197,7 +190,6 @@ class Ledger(ABC):
         return self._batch
 
     async def _commit(self) -> None:
-        """Write batches until nothing is pending."""
         while not (batch := self._batch).is_empty:
             await _gathered(batch)
             self._batch = WriteBatch()
@@ -253,7 +245,7 @@ def row_of(kind: type[R], values: Sequence[Any]) -> R:
 
 
 def decoded(rows: Iterable[tuple[bytes]]) -> list[Call]:
-    """Decode one-column rows, skipping calls that were dropped to save space."""
+    """Skips calls that were dropped to save space."""
     return [_decode_call(unpacked(call)) for (call,) in rows if call]
 
 

@@ -1,9 +1,9 @@
 """`PostgresLedger`: the ledger of a run in a PostgreSQL schema, for servers that take over from each other.
 
 A transaction is one message (simple query protocol), so a server suspended while sending it holds no lock,
-and a pooler may switch sessions between transactions. Only batches over `MESSAGE_BYTES` take several.
-Invariants: only the epoch that holds the lease writes (`database_lease`), and a server that loses the lease
-or the database no longer reads or writes.
+and a pooler may switch sessions. Only batches over `MESSAGE_BYTES` take several. Invariants: only the epoch
+that holds the lease writes (`database_lease`), and a server that loses the lease or the database no longer
+reads or writes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ class PostgresLedger(Ledger):
         self._lease: DatabaseLease | None = None
         self._epoch: int | None = None
         self._lost = ""
-        """Why this server no longer leads."""
 
     async def lead(self) -> int:
         async with self._explained():
@@ -132,7 +131,7 @@ class PostgresLedger(Ledger):
             await connection.close()
 
     async def _open(self) -> Connection:
-        """Return the connection for reading. The first call connects and creates the tables.
+        """The first call connects and creates the tables.
 
         Three connections keep long reads and writes from delaying the lease's renewals.
         """
@@ -165,10 +164,9 @@ class PostgresLedger(Ledger):
             raise
 
     async def _create_tables(self, connection: Connection) -> None:
-        """Create the run's schema if necessary. Raises ConfigError for another version."""
+        """Raises ConfigError for a schema of another version."""
         async with connection.transaction():
             await connection.execute(TIMEOUTS)
-            # Two servers may start at once.
             lock = b"SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
             await connection.execute(lock, (f"tinkerscript {self._schema}",))
             # A database role that may not create schemas can use an existing one.
@@ -214,7 +212,6 @@ class PostgresLedger(Ledger):
             )
 
     def _step_down(self, reason: str) -> None:
-        """Fail every pending and future query."""
         self._lost = reason
         self._fail(StoreError(f"{self._name}: {reason}"))
         self._hang_up()
@@ -239,7 +236,6 @@ class PostgresLedger(Ledger):
 
 
 def _messages(batch: WriteBatch) -> Iterator[list[Statement]]:
-    """Split a batch into messages of about `MESSAGE_BYTES`."""
     message, size = list[Statement](), 0
     for kind in TABLES:
         part = list[bytes]()
@@ -309,7 +305,7 @@ def _unescaped(value: Any) -> Any:
 
 
 def split_url(url: str, folder: Path) -> tuple[str, str]:
-    """Split a URL into the connection URL and the run's schema.
+    """Returns the connection URL and the run's schema.
 
     `?schema=NAME` names it; the default is derived from the folder. Raises ConfigError.
     """
@@ -337,7 +333,7 @@ def _schema_of(folder: Path) -> str:
 
 
 def _named(conninfo: str) -> str:
-    """The database without its password, for messages. Raises ConfigError."""
+    """Without its password, for messages. Raises ConfigError."""
     try:
         parts = conninfo_to_dict(conninfo)
     except psycopg.Error as error:

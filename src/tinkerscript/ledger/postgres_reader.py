@@ -63,14 +63,14 @@ class PostgresReading(Reading):
         except psycopg.Error as error:
             raise StoreError(f"the ledger in the schema {self._schema}: {str(error).strip()}") from error
         finally:
-            self.is_there = not self._connection.closed  # Makes the reader reconnect.
+            self.is_there = not self._connection.closed
 
     def close(self) -> None:
         self._connection.close()
 
     # Connections are thread-local, so they are dropped when their thread ends.
     def __del__(self) -> None:
-        with suppress(AttributeError):  # The constructor may have failed.
+        with suppress(AttributeError):
             self.close()
 
 

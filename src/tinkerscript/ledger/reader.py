@@ -51,7 +51,7 @@ class LedgerReader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The run's config, reread when it changes. Raises ConfigError."""
+        """Reread when it changes. Raises ConfigError."""
         path = self.folder / CONFIG_FILE
         try:
             changed = path.stat().st_mtime_ns
@@ -113,14 +113,11 @@ class LedgerReader:
         return str(self.setting("engine", "model") or "")
 
     def calls(self, sequence: int, attempt: int) -> list[Call]:
-        """Calls of a claim, oldest first. Empty if they were dropped.
-
-        Raises NotRecordedError for data that no server wrote.
-        """
+        """Oldest first; empty if dropped. Raises NotRecordedError for data that no server wrote."""
         return self.calls_of(CALLS_OF_CLAIM.replace("{s}", ""), (sequence, attempt))
 
     def calls_of(self, query: str, parameters: Sequence[Any]) -> list[Call]:
-        """Decode the calls that a query selects. Raises NotRecordedError."""
+        """Raises NotRecordedError."""
         found = self.rows(query, parameters)
         try:
             return decoded((bytes(data),) for (data,) in found)
@@ -128,7 +125,7 @@ class LedgerReader:
             raise NotRecordedError(f"the ledger holds something else than calls: {error}") from error
 
     def sequences(self, sequence: int) -> dict[int, list[TrainedSequence]]:
-        """Step -> what it did with the episode's sequences, over all roles. Raises NotRecordedError."""
+        """Step -> its sequences, over all roles. Raises NotRecordedError."""
         query = "SELECT step, sequences FROM tokens WHERE episode = ? AND undone = 0 ORDER BY step, role"
         found: dict[int, list[TrainedSequence]] = {}
         try:
@@ -145,19 +142,17 @@ class LedgerReader:
         return [attempt for (attempt,) in self.rows(query, (sequence,))]
 
     def transcript(self, sequence: int, attempt: int) -> bytes:
-        """A transcript, which may be any bytes."""
         query = "SELECT transcript FROM transcripts WHERE episode = ? AND attempt = ?"
         found = self.row(query, (sequence, attempt))
         return b"" if found is None else found[0]
 
     def close(self) -> None:
-        """Close the calling thread's connection."""
         self._of_thread.reading.close()
         del self._of_thread.reading
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read a config, which may come from a stranger."""
+    """The config may come from a stranger."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES).decode()

@@ -105,7 +105,7 @@ class SqliteReading(Reading):
 
 
 def plain(value: Any) -> Any:
-    """Convert a PostgreSQL value to the type that SQLite returns."""
+    """Convert PostgreSQL's types to SQLite's."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return bytes(value) if isinstance(value, memoryview) else value

@@ -33,7 +33,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether a second row with a key is an error instead."""
 
     KEEPS_FIRST: ClassVar[bool] = False
-    """Whether the first row with a key stays instead."""
+    """Whether the first row stays instead."""
 
     FIXED: ClassVar[tuple[str, ...]] = ()
     """Columns that later rows with the key do not write, which saves updating indexes."""
@@ -69,7 +69,7 @@ class SampleRow(Row, frozen=True, kw_only=True):
 
 
 class EpisodeRow(Row, frozen=True, kw_only=True):
-    """An episode's current state. `server.episodes.record.EpisodeRecord` explains the other columns."""
+    """`server.episodes.record.EpisodeRecord` explains the other columns."""
 
     TABLE = "episodes"
     KEY = ("sequence",)
@@ -99,19 +99,15 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """First step that could train on it, or the step before its evaluation. 0: a client's own sample."""
 
     label: str = ""
-    """Label of its evaluation, such as `before`."""
+    """Such as `before`."""
 
     position: int = -1
     """Position of its sample in the order of training, or -1."""
 
     sample: bytes
     digest: bytes
-    """Digest of the registration."""
-
     state: str
     failure: str = ""
-    """Kind of its last failure if it failed."""
-
     forgiven: int = 0
     reward: float | None = None
     is_success: int | None = None
@@ -120,8 +116,6 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """Position in the order of ending."""
 
     ended_at: float | None = None
-    """Unix time in seconds."""
-
     offered: int = 0
     """1: a trainer knows of its failure."""
 
@@ -150,11 +144,7 @@ class AttemptRow(Row, frozen=True, kw_only=True):
     client: str
     request_id: str
     claimed_at: float
-    """Unix time in seconds."""
-
     queued_s: float | None = None
-    """Seconds spent waiting for this claim."""
-
     policy_version: int
     """The newest version when it was claimed."""
 
@@ -171,8 +161,6 @@ class CallRow(Row, frozen=True, kw_only=True):
     episode: int
     attempt: int
     role: str
-    """Empty: the policy."""
-
     created: int
     """Unix time in seconds; 0: unknown."""
 
@@ -208,8 +196,6 @@ class ResultRow(Row, frozen=True, kw_only=True):
 
 
 class TranscriptRow(Row, frozen=True, kw_only=True):
-    """What an attempt's program left for people to read."""
-
     TABLE = "transcripts"
     KEY = ("episode", "attempt")
     CONSTRAINTS = OF_EPISODE
@@ -253,8 +239,6 @@ class PublicationRow(Row, frozen=True, kw_only=True):
 
     policy_version: int
     step: int
-    """Training steps behind the weights."""
-
     time: float
     undone: int = STANDS
 
@@ -270,8 +254,6 @@ class StepRow(Row, frozen=True, kw_only=True):
     time: float
     policy_version: int
     reward: float | None = None
-    """Mean over its accepted episodes."""
-
     accepted: int = 0
     failed: int = 0
     trained: int = 0
@@ -296,15 +278,9 @@ class TrainedRow(Row, frozen=True, kw_only=True):
     ONCE = True
 
     episode: int
-    """`EpisodeRow.sequence`."""
-
     step: int
     role: str = ""
-    """Empty: the main policy."""
-
     outcome: str
-    """One of `Use`."""
-
     place: int = -1
     """Index of its group among those with gradients; -1: no gradient."""
 
@@ -322,10 +298,10 @@ class VerdictRow(Row, frozen=True, kw_only=True):
 
     episode: int
     reward: float | None
-    """Replaces the episode's reward. NULL: the judge failed, and the group did not train."""
+    """NULL: the judge failed, and the group did not train."""
 
     words: str = ""
-    """The judge's words, or why it failed."""
+    """Or why the judge failed."""
 
     time: float
 
@@ -349,8 +325,6 @@ class TokensRow(Row, frozen=True, kw_only=True):
 
 
 class CheckpointRow(Row, frozen=True, kw_only=True):
-    """A step's weights and optimizer state are on disk."""
-
     TABLE = "checkpoints"
     KEY = ("step", "undone")
 
@@ -359,8 +333,6 @@ class CheckpointRow(Row, frozen=True, kw_only=True):
     policy_version: int
     train_seconds: float
     report: bytes = b"{}"
-    """Alignment report, as JSON."""
-
     role_reports: bytes = b"{}"
     """JSON: trained role -> alignment report."""
 
@@ -383,11 +355,11 @@ class EvaluationRow(Row, frozen=True, kw_only=True):
     """Mean reward of the accepted episodes."""
 
     margin: float | None = None
-    """Half the width of the score's 95% interval. NULL for fewer than two episodes."""
+    """Half a 95% interval. NULL for fewer than two episodes."""
 
     accepted: int
     failed: int
-    """Episodes without a score, left out of the mean."""
+    """Left out of the mean."""
 
     role_scores: bytes = b"{}"
     """JSON: trained role -> mean reward of the accepted episodes that called it."""
@@ -416,8 +388,6 @@ class FindingRow(Row, frozen=True, kw_only=True):
     name: str
     detail: str = ""
     episode: str = ""
-    """Uuid, or empty."""
-
     count: int = 1
     undone: int = STANDS
 

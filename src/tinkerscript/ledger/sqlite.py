@@ -2,8 +2,8 @@
 
 With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9, but not a power failure. It
 takes tens of microseconds, so it runs on the event loop; batches over `LONG_BATCH` use a thread. At
-`LOG_BYTES`, a thread syncs the log into the file, and only commits wait. Rows in `SYNCED` are synced at
-once. With `full` (synchronous=FULL) a thread syncs each commit, which survives a power failure.
+`LOG_BYTES`, a thread syncs the log into the file. Rows in `SYNCED` are synced at once. With `full`
+(synchronous=FULL) a thread syncs each commit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tinkerscript.ledger.rows import (
 from tinkerscript.rollouts.call import Call
 
 LOG_BYTES = 2**22  # The write-ahead log is moved into the file at this size.
-LONG_BATCH = 1000  # About 10 ms of writing.
+LONG_BATCH = 1000
 LONG_BYTES = 2**22  # Payloads, calls and transcripts that take as long.
 
 # After a power failure, no policy version may be used twice, and no checkpoint may be ahead of the ledger.
@@ -52,7 +52,7 @@ _CALLS_SIZE = "SELECT coalesce(sum(length(call)), 0) FROM calls WHERE episode = 
 
 class SqliteLedger(Ledger):
     def __init__(self, path: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
-        """Open or create the file. Raises StoreError for another version."""
+        """Raises StoreError for a file of another version."""
         super().__init__()
         full = durability == "full"
         self._path, self._log = path, f"{path.resolve()}-wal"
@@ -86,7 +86,7 @@ class SqliteLedger(Ledger):
         else:
             self._write(batch)
         is_synced = any(kind in batch.rows for kind in SYNCED)
-        if is_synced or self._log_bytes() > LOG_BYTES:  # Nothing else is writing, so it moves the whole log.
+        if is_synced or self._log_bytes() > LOG_BYTES:
             await asyncio.to_thread(self._read_all, _MOVE_LOG, ())
 
     async def release(self) -> None:
@@ -99,7 +99,7 @@ class SqliteLedger(Ledger):
         self._connection.close()
 
     def _read_all(self, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Read on a fresh connection, for threads."""
+        """On a fresh connection, for threads."""
         with _explained(self._path), closing(sqlite3.connect(self._path)) as connection:
             return connection.execute(query, tuple(parameters)).fetchall()
 
@@ -118,7 +118,7 @@ class SqliteLedger(Ledger):
             run("PRAGMA synchronous = FULL")
         else:
             run("PRAGMA synchronous = NORMAL")
-            run("PRAGMA wal_autocheckpoint = 0")  # `write` moves the log itself.
+            run("PRAGMA wal_autocheckpoint = 0")
             run("PRAGMA journal_size_limit = 0")  # The log's file size is its length then.
         (version,) = run("PRAGMA user_version").fetchone()
         if version == 0:

@@ -19,7 +19,7 @@ LARGE = {"calls": "call", "tokens": "sequences", "transcripts": "transcript"}
 
 LOW_MARK = 0.95  # Share of the limit to shrink to, so that the next episode does not exceed it.
 
-DROPPED_AT_ONCE = 200  # Episodes emptied in one transaction.
+DROPPED_AT_ONCE = 200
 
 # Resuming falls back to this checkpoint if the newest is damaged.
 _LAST_NEEDED = "SELECT step FROM {s}checkpoints WHERE undone = 0 ORDER BY step DESC LIMIT 1 OFFSET 1"
@@ -53,11 +53,9 @@ class StorageLimit:
 
         self._is_at_work = False
         self._is_in_vain = False
-        """Whether the ledger was over the limit, with nothing to drop."""
 
     @property
     def is_reached(self) -> bool:
-        """Whether the ledger may be over its limit, and no `keep` is running."""
         return bool(self._limit) and not self._is_at_work and self._may_be_over
 
     @property
@@ -67,7 +65,7 @@ class StorageLimit:
         return self._counted is None or self._stored > self._limit
 
     async def keep(self) -> None:
-        """Drop episodes' bytes until the ledger is within its limit. Raises StoreError."""
+        """Raises StoreError."""
         if not self.is_reached:
             return
         self._is_at_work = True
@@ -94,7 +92,7 @@ class StorageLimit:
             self._counted += int(size)
 
     async def _drop(self) -> bool:
-        """Empty some episodes. Returns False if none can be."""
+        """Returns False if no episode can be emptied."""
         checkpoints = await self._ledger.read(_LAST_NEEDED)
         last = (checkpoints[0][0] if checkpoints else 0) - self._replay_lag
         found = await self._ledger.read(_OLDEST, (last, DROPPED_AT_ONCE))

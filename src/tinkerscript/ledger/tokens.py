@@ -23,7 +23,6 @@ class TokenUse(IntEnum):
     (`training.top_entropy`)."""
 
     LEFT_OUT = 3
-    """Its sequence did not train; see `TrainedSequence.reason`."""
 
 
 class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +32,6 @@ class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
     """Index within the episode and role, as in `merge_calls`."""
 
     role: str = ""
-    """Empty: the main policy."""
-
     trainer_logprobs: bytes = b""
     """float32 [S]: before the step's first update."""
 
@@ -48,8 +45,6 @@ class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
     """uint8 [S], or [1] if all are equal: `TokenUse`."""
 
     reason: str = ""
-    """Why it did not train."""
-
     chat: bytes = b""
     """int32 [T]: tokens of a supervised chat, which has no calls."""
 

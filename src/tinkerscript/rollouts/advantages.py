@@ -153,7 +153,7 @@ class RolloutGroup:
     def __post_init__(self) -> None:
         """Raises ValueError for a reward above 1e6 in magnitude (`errors.MAX_REWARD`)."""
         for episode in self.episodes:
-            if not abs(episode.reward) <= MAX_REWARD:  # Refuses NaN too.
+            if not abs(episode.reward) <= MAX_REWARD:
                 raise ValueError(
                     f"the reward of episode {episode.episode_uuid} must be finite and at most "
                     f"{MAX_REWARD:g} in magnitude, got {episode.reward}"
@@ -310,12 +310,10 @@ def padded(
 
 
 def at_end(rollout: Rollout, reward: float) -> FloatArray:
-    """Put the whole reward on the last sampled token."""
     return by_call(rollout, [0.0] * (len(rollout.segments) - 1) + [reward])
 
 
 def evenly(rollout: Rollout, reward: float) -> FloatArray:
-    """Give each sampled token the same share."""
     return discounted(rollout, reward, 1.0)
 
 

@@ -38,11 +38,9 @@ class TokenConstraint(IntEnum):
     """Every token with a probability above 0 was allowed."""
 
     CUT = 1
-    """Several tokens were allowed, but not all."""
+    """Several, but not all possible, tokens were allowed."""
 
     FORCED = 2
-    """The only allowed token."""
-
     UNKNOWN = 3
     """A grammar was used, but the server does not report where."""
 
@@ -145,8 +143,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The request's `Idempotency-Key`: a retry gets this reply, even after a restart."""
 
     request_digest: str = ""
-    """Digest of the request with that key."""
-
     ignored: list[str] = []
     """Fields of the request without effect, in the gateway's agent mode."""
 
@@ -179,7 +175,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def size(self) -> int:
-        """Approximate bytes."""
         texts = (self.messages, self.reply, self.tools)
         return sum(map(utf8_size, texts)) + sum(
             map(len, (self.new_prompt, self.sampled, self.logprobs, self.constrained))

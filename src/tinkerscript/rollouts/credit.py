@@ -43,7 +43,6 @@ class Credit:
                 yield WeightedRollout(rollout, np.where(rollout.loss_mask, values, np.float32(0)))
 
     def differs(self, group: RolloutGroup, rule: AdvantageRule = PLAIN) -> bool:
-        """Whether any call has an advantage."""
         if self._is_of_episodes(group, rule):
             return group.rewards_differ
         return any(each.any() for each in self.advantages(group, rule))

@@ -2,8 +2,8 @@
 
 A call extends the open sequence that is a full prefix of its prompt, or else opens a new one, which records
 where it forks. So every sampled token is in exactly one sequence, after the prefix it was sampled under.
-Sequences are int32 bytes, found by (length, last ids) and one comparison. A call costs its new tokens,
-because no prompt in its parent's sequence is copied.
+Sequences are found by (length, last ids) and one comparison. A call costs its new tokens, because no prompt
+in its parent's sequence is copied.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ Key = tuple[int, bytes]
 
 
 class _Sequence:
-    """A sequence that later calls may extend. Append-only."""
-
     __slots__ = ("data", "fork", "number", "parent", "segments")
 
     def __init__(self, number: int) -> None:

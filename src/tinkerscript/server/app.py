@@ -61,8 +61,6 @@ SECRET_FILE = "server.secret"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterchangeServer:
-    """An ASGI app and the tasks behind it."""
-
     app: ASGIApp
     api: FastAPI
     """The FastAPI app behind `app`, which documents all routes."""
@@ -76,8 +74,6 @@ class InterchangeServer:
     """Replaces the engine, if the config names an inference server."""
 
     outside: Sequence[OutsideServer]
-    """Servers that answer for roles."""
-
     gateways: GatewayProcesses | None
     """Processes that answer model calls; None: this one does."""
 
@@ -86,7 +82,6 @@ class InterchangeServer:
         return () if self.gateways is None else self.gateways.ports
 
     async def run(self) -> None:
-        """Run the background tasks until cancelled. Raises the first error."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.interchange.run())
             tasks.create_task(self.trainer.run())
@@ -95,11 +90,10 @@ class InterchangeServer:
                 tasks.create_task(self.gateways.run())
 
     async def until_end_is_known(self) -> None:
-        """Wait briefly until all clients know that the run is finished."""
         await self.interchange.run_end.known_to_all()
 
     def stop_waiting(self) -> None:
-        """Answer waiting requests and model calls, so that connections can close."""
+        """So that connections can close."""
         self.interchange.close()
         self.sampler.close()
         if self.remote_sampler is not None:
@@ -131,8 +125,8 @@ async def create_server(
 
     `serve_model`: the client token is the model's API key. `environ`: tokens of
     `interchange_server.clients`. `remote_sampler` replaces the trainer's engine; `outside` answers for
-    roles. `listeners`: sockets of gateway processes; without any, this process answers model calls.
-    `epoch`: from `ledger.lead`. Raises ConfigError and StoreError.
+    roles. `listeners`: sockets of gateway processes, if any. `epoch`: from `ledger.lead`. Raises
+    ConfigError and StoreError.
     """
     section, times, totals = config.interchange_server, times or LinkTimes(), totals or Totals()
     book = EpisodeBook(
@@ -252,7 +246,7 @@ def _create_app(
     app = FastAPI(
         title="TinkerScript interchange server",
         version=__version__,
-        openapi_url=None,  # Only clients get it, from `StatusRoutes`.
+        openapi_url=None,
         docs_url=None,  # FastAPI's page loads a script from another host.
         redoc_url=None,
         responses={"4XX": {"model": RefusalResponse, "description": "Refused; the body says why."}},

@@ -32,8 +32,8 @@ def gateway_path(number: int) -> str:
 
 
 class ServedModel(ClaimBook):
-    """A model for callers with one key, which does not train. Calls are counted, not recorded; the latest
-    stored ones stay in memory, each for its key.
+    """Its callers share one key, and do not train. Calls are counted, not recorded; the latest stored ones
+    stay in memory, each for its key.
 
     `token` is the key; None accepts any.
     """
@@ -102,10 +102,7 @@ class _Usage:
     tokens_in_flight: int = 0
     bytes_in_flight: int = 0
     began: deque[float] = field(default_factory=deque[float])
-    """Start times of running calls, oldest first."""
-
     oldest_version: int | None = None
-    """Oldest policy version that sampled any call."""
 
     def add(self, call: Call) -> None:
         self.calls += 1
@@ -155,7 +152,7 @@ class LeasedClaims(ClaimBook):
         return self.reserve(claim, num_samples, max_tokens, num_bytes)
 
     def opened(self, key: str, *, gateway: int = 0) -> OpenClaim:
-        """Open a key for a gateway process; 0 is the server itself.
+        """`gateway`: process that asks; 0 is the server itself.
 
         Raises like `open`, and GatewayError 421 `wrong_gateway` for another process's claim.
         """
@@ -168,7 +165,6 @@ class LeasedClaims(ClaimBook):
         return OpenClaim(episode.uuid, episode.attempt, episode.policy_version)
 
     def reserve(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
-        """`begin`, without waiting."""
         episode = self._held(claim.episode_uuid, claim.attempt)
         usage = self._usages[claim.episode_uuid, claim.attempt]
         _check_bytes(usage, num_bytes)
@@ -182,7 +178,7 @@ class LeasedClaims(ClaimBook):
 
     def end(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> None:
         usage = self._usages.get((claim.episode_uuid, claim.attempt))
-        if usage is None:  # The claim is over.
+        if usage is None:
             return
         self._metrics.observe_call(time.monotonic() - usage.began.popleft())
         usage.calls_in_flight -= num_samples
@@ -193,7 +189,7 @@ class LeasedClaims(ClaimBook):
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
         episode = self._held(claim.episode_uuid, claim.attempt)
         usage = self._usages[claim.episode_uuid, claim.attempt]
-        for call in calls:  # They share a transaction.
+        for call in calls:
             self._ledger.put_call(episode.sequence, claim.attempt, call)
         await self._ledger.durable()
         self._held(claim.episode_uuid, claim.attempt)
@@ -208,12 +204,12 @@ class LeasedClaims(ClaimBook):
         return calls
 
     async def recorded(self, episode_uuid: str, attempt: int) -> list[Call]:
-        """A claim's calls in the ledger, with or without lease. Raises UnknownEpisodeError."""
+        """With or without lease. Raises UnknownEpisodeError."""
         (calls,) = await self._ledger.calls([(self._book.get(episode_uuid).sequence, attempt)])
         return calls
 
     async def oldest_version(self, episode: EpisodeRecord) -> int | None:
-        """Version of the oldest call of the episode's last claim, or None."""
+        """Of the episode's last claim."""
         usage = self._usages.get((episode.uuid, episode.attempt))
         if usage is None:
             (calls,) = await self._ledger.calls([(episode.sequence, episode.attempt)])

@@ -1,13 +1,12 @@
 """`Clients`: what each client did recently, which ones must slow down, and how much clients with their own
 token may hold. `RunEnd` tells them when the run is over.
 
-A broken client fails at once and claims again, so it would use up the attempts of many episodes. After
-`MIN_FAILURES` failures in a row it gets one episode per second, and for `QUARANTINE_S` none, once the
-others' success rate cannot explain its failures. A client with its own token is `NAME/CLIENT_UUID`, and is
-also tracked as `NAME/`, so a new uuid does not help it.
+A broken client fails at once and claims again, using up many episodes' attempts. After `MIN_FAILURES`
+failures in a row it gets one episode per second, and for `QUARANTINE_S` none, once the others' success rate
+cannot explain its failures. A client with its own token is `NAME/CLIENT_UUID`, and is also tracked as
+`NAME/`, so a new uuid does not help it.
 
-Invariant: if the task, the model or the weights fail for everyone, no client is quarantined. Such a run
-ends by itself (`NoSuccessError`).
+Invariant: if everyone fails, no client is quarantined. Such a run ends by itself (`NoSuccessError`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MIN_FAILURES = 8
 PACE_S = 1.0
 QUARANTINE_S = 600.0
 
-MAX_CLIENTS = 10_000  # Most recently seen clients.
+MAX_CLIENTS = 10_000
 MIN_AGE_S = 5.0  # Shorter periods would make a client's first result look fast.
 MESSAGE_CHARS = 300
 POLLING_S = 35.0  # A live worker's long polls last 30 s.
@@ -78,33 +77,29 @@ class Clients:
         self._clock = clock
         self._max_claims = max_claims
         self._held: Counter[str] = Counter()
-        """Claims of each client with its own token."""
-
         self._waiting: Counter[tuple[str, str]] = Counter()
         self._records: OrderedDict[str, ClientRecord] = OrderedDict()
         """Least recently seen first."""
 
         self._quarantined: dict[str, ClientRecord] = {}
-        """Clients that were in quarantine and have not succeeded since."""
+        """They have not succeeded since."""
 
         self._succeeded = self._failed = 0
         self.own_prefix = ""
         """The trainer's own workers, which are never quarantined: their failures are the run's."""
 
     def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Count the claims from before a restart."""
         claimed = (episode.client_uuid for episode in episodes if episode.state == "claimed")
         self._held.update(name for client in claimed if (name := self.account(client)))
 
     # Clients with tokens of their own
 
     def account(self, client: str) -> str:
-        """Account (a client with its own token) that owns `client`, or empty."""
         name, slash, _ = client.partition("/")
         return name if slash and name in self._max_claims else ""
 
     def owner(self, client_uuid: str, account: str) -> str:
-        """Owner of a request's claims. `account`: empty for the shared token.
+        """`account`: empty for the shared token.
 
         Raises UnauthorizedError 403 for a name of another token.
         """
@@ -131,10 +126,7 @@ class Clients:
         return max(0, self._max_claims[name] - self._held[name]) if name else math.inf
 
     def check_waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> None:
-        """Raise QuotaError if the client's token allows no more waiting requests.
-
-        Each takes a connection, and may become a claim.
-        """
+        """Raise QuotaError if the client's token allows no more waiting requests."""
         name = self.account(client)
         held = self._held[name] if what == "an episode" else 0
         if name and held + self._waiting[name, what] >= self._max_claims[name]:
@@ -145,7 +137,7 @@ class Clients:
 
     @contextmanager
     def waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> Generator[None]:
-        """Count a request while it waits. Raises QuotaError."""
+        """Raises QuotaError."""
         self.check_waiting(client, what)
         key = self.account(client), what
         self._waiting[key] += 1
@@ -189,7 +181,7 @@ class Clients:
                 self._quarantined.pop(name, None)
 
     def failed(self, client: str, message: str) -> list[str]:
-        """Note a failed attempt. Returns newly quarantined names."""
+        """Returns newly quarantined names."""
         now, caught = self._clock(), list[str]()
         for name in self._names_of(client):
             record = self.seen(name)
@@ -212,21 +204,19 @@ class Clients:
         return caught
 
     def _is_no_accident(self, record: ClientRecord) -> bool:
-        """Whether the others' success rate fails to explain the failures."""
         succeeded = self._succeeded - record.succeeded_before
         failed = self._failed - record.failed_before - (record.failures - 1)
         rate = succeeded / (succeeded + failed + 1)
         return record.failures >= MIN_FAILURES and (1 - rate) ** record.failures < CHANCE
 
     def stop(self, name: str) -> None:
-        """Give the client no more episodes until a restart. `NAME/` stops an account."""
+        """Until a restart. `NAME/` stops an account."""
         record = self._quarantined[name] = self.seen(name)
         record.quarantined_until = math.inf
 
     # What follows from it
 
     def pause(self, client: str) -> Pause | None:
-        """Why the client gets no episode now, or None."""
         now = self._clock()
         for name, record in self._known(client).items():
             if record.quarantined_until > now:
@@ -240,11 +230,9 @@ class Clients:
         return None
 
     def is_paced(self, client: str) -> bool:
-        """Whether the client gets one episode at a time."""
         return any(record.failures >= MIN_FAILURES for record in self._known(client).values())
 
     def quarantined(self) -> dict[str, str]:
-        """Name -> why it gets no episodes."""
         now = self._clock()
         return {name: each.why for name, each in self._quarantined.items() if each.quarantined_until > now}
 
@@ -256,7 +244,6 @@ class Clients:
         return (name for name, record in self._records.items() if record.last_seen >= oldest)
 
     def record(self, name: str) -> ClientRecord | None:
-        """None for an unknown client."""
         return self._records.get(name)
 
     def per_minute(self, record: ClientRecord) -> float:
@@ -277,10 +264,7 @@ class Clients:
 
 
 class RunEnd:
-    """Whether the run is finished, and which clients do not know it yet.
-
-    Waiting clients learn it at once. A stopping server waits briefly for the recently seen ones.
-    """
+    """Whether the run is finished, and which clients do not know it yet."""
 
     def __init__(self, clients: Clients, *, shutdown_s: float = SHUTDOWN_S) -> None:
         self._clients = clients
@@ -298,7 +282,7 @@ class RunEnd:
             self._wake()
 
     def close(self) -> None:
-        """Wake everyone, because the server shuts down."""
+        """The server shuts down."""
         self._closing = True
         self._wake()
 
@@ -308,7 +292,7 @@ class RunEnd:
             self._wake()
 
     async def wait(self, client: str, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds for the run's end. Returns whether it is finished."""
+        """Returns whether the run is finished, after at most `wait_s` seconds."""
         self._clients.seen(client)
         try:
             async with asyncio.timeout(wait_s):
@@ -321,7 +305,7 @@ class RunEnd:
         return self.is_here
 
     async def known_to_all(self) -> None:
-        """If the run is finished, wait up to `shutdown_s` seconds until every client knows."""
+        """Wait at most `shutdown_s` seconds."""
         try:
             async with asyncio.timeout(self._shutdown_s):
                 while self.is_here and self._unaware:
@@ -336,6 +320,5 @@ class RunEnd:
 
 
 def _printable(message: str) -> str:
-    """One short line."""
     text = "".join(char if char.isprintable() else " " for char in message[: 2 * MESSAGE_CHARS])
     return " ".join(text.split())[:MESSAGE_CHARS]

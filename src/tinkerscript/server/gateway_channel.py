@@ -2,8 +2,8 @@
 
 `RemoteClaims`, in the process, asks about claims; `ClaimService`, in the server, answers. A frame is its
 length (4 bytes, big-endian) and a msgpack list of one event-loop iteration's messages. Invariants: messages
-arrive once and in order, or the channel closes and the process ends. A call counts as recorded once the
-ledger has it. A process's running calls end with it, so its claims expire like any other.
+arrive once and in order, or the channel closes and the process ends. A process's running calls end with it,
+so its claims expire like any other.
 """
 
 from __future__ import annotations
@@ -78,8 +78,6 @@ FromGateway = Ready | Ask | CallOver | Sample | CancelSample
 
 
 class Setup(Tagged, frozen=True):
-    """The first message."""
-
     config: bytes
     """`RunConfig` as JSON."""
 
@@ -90,13 +88,8 @@ class Setup(Tagged, frozen=True):
 class Answer(Tagged, frozen=True):
     ask_id: int
     claim: OpenClaim | None = None
-    """For `AskOpen`."""
-
     max_tokens: int = 0
-    """For `AskBegin`."""
-
     calls: Sequence[Call] = ()
-    """For `AskCalls`."""
 
 
 class AskRefused(Tagged, frozen=True):
@@ -126,7 +119,7 @@ class Channel(asyncio.Protocol):
     def __init__(
         self, kind: Any, handle: Callable[[Any], None], closed: Callable[[], None] = lambda: None
     ) -> None:
-        """`kind`: `FromGateway` or `ToGateway`, the messages for `handle`. `closed` is called at the end."""
+        """`kind`: `FromGateway` or `ToGateway`. `closed` is called at the end."""
         self.connected = False
         self._decode = msgspec.msgpack.Decoder(list[kind]).decode
         self._handle = handle
@@ -158,7 +151,7 @@ class Channel(asyncio.Protocol):
         del self._buffer[:start]
 
     def send(self, message: Tagged) -> None:
-        """Send with this event-loop iteration's other messages, unless the channel is closed."""
+        """Together with this event-loop iteration's other messages."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
@@ -176,8 +169,6 @@ class Channel(asyncio.Protocol):
 
 
 class RemoteClaims(ClaimBook):
-    """The process's end."""
-
     def __init__(self, send: Callable[[Tagged], None]) -> None:
         """`send` sends to the server, which answers to `answered`."""
         self._send = send
@@ -229,7 +220,7 @@ class RemoteClaims(ClaimBook):
             del self._asked[ask.ask_id]
 
     def answered(self, answer: Answer | AskRefused) -> None:
-        """Deliver a server's answer, unless its caller is gone."""
+        """Does nothing if the caller is gone."""
         asked = self._asked.get(answer.ask_id)
         if asked is None or asked.done():
             return
@@ -240,8 +231,6 @@ class RemoteClaims(ClaimBook):
 
 
 class ClaimService:
-    """The server's end, for one process."""
-
     def __init__(
         self,
         number: int,
@@ -251,15 +240,13 @@ class ClaimService:
         send: Callable[[Tagged], None],
         ready: Callable[[], None],
     ) -> None:
-        """`send` sends to the process. `ready` is called when it accepts connections."""
+        """`ready` is called when the process accepts connections."""
         self._number = number
         self._claims = claims
         self._samples = SampleService(sampler.sample, send, relays=True)
         self._send = send
         self._ready = ready
         self._begun: dict[int, tuple[AskBegin, int]] = {}
-        """Ask id -> request and tokens granted."""
-
         self._tasks = set[asyncio.Task[None]]()
 
     def take(self, message: FromGateway) -> None:

@@ -44,11 +44,8 @@ from tinkerscript.trainer_link.remote_sampling import LinkSampler
 
 
 def run_gateway(number: int, *, channel: int, listener: int) -> None:
-    """Serve until stopped. `channel` and `listener` are file descriptors: the socket pair's end, and the
-    socket for model calls.
-
-    Raises ConfigError.
-    """
+    """`channel` and `listener` are file descriptors: the socket pair's end, and the socket for model calls.
+    Raises ConfigError."""
     sockets = socket.socket(fileno=channel), socket.socket(fileno=listener)
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
         runner.run(GatewayProcess(number, os.environ).run(*sockets))
@@ -66,7 +63,7 @@ class GatewayProcess:
         self._claims = RemoteClaims(self._channel.send)
 
     async def run(self, channel: socket.socket, listener: socket.socket) -> None:
-        """Serve until stopped. Raises ConfigError for an unusable config or inference server."""
+        """Raises ConfigError for an unusable config or inference server."""
         loop = asyncio.get_running_loop()
         self._setup = loop.create_future()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)

@@ -1,8 +1,7 @@
 """`GatewayProcesses`: starts, restarts and stops the server's gateway processes.
 
 Invariants: the server's secret decides which process owns a claim. A process's port stays open during a
-restart, so calls wait, and are refused with the reason if it does not start. No process outlives the
-server.
+restart, so calls wait. No process outlives the server.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 
 class GatewayChild:
-    """A gateway process, restarted whenever it ends."""
-
     def __init__(
         self,
         number: int,
@@ -78,13 +75,12 @@ class GatewayChild:
             self._channel.send(ForgetClaim(episode_uuid=episode_uuid, attempt=attempt))
 
     def stop(self) -> None:
-        """Let it finish its requests and exit."""
         self._closing = True
         if self._channel is not None:
             self._channel.send(StopServing())
 
     async def run(self) -> None:
-        """Keep it running until `stop`. If cancelled, kill it."""
+        """Until `stop`. If cancelled, kill it."""
         pause_s = RESTART_PAUSE_S
         while not self._closing:
             try:
@@ -117,7 +113,7 @@ class GatewayChild:
             await asyncio.shield(serving)  # If cancelled, it would leave sockets open.
 
     async def _run_once(self) -> tuple[bool, str]:
-        """Run it until it ends. Returns whether it served, and how it ended."""
+        """Returns whether it served, and how it ended."""
         began, served = time.monotonic(), False
         ours, theirs = socket.socketpair()
 
@@ -163,7 +159,7 @@ class GatewayChild:
 
 
 class GatewayProcesses:
-    """All gateway processes of a server. `run` owns them."""
+    """`run` owns the processes."""
 
     def __init__(
         self,
@@ -223,8 +219,6 @@ class GatewayProcesses:
 
 
 class GatewayPaths:
-    """Refuses calls for a gateway process, and names its port."""
-
     def __init__(self, app: ASGIApp, *, ports: Sequence[int], refusals: Refusals) -> None:
         self._app = app
         self._ports = ports

@@ -71,7 +71,7 @@ class EngineState:
     run_finished: bool = False
     failure: str = ""
     usable_versions: frozenset[int] | None = None
-    """None: all versions may train."""
+    """None: all may train."""
 
     client_samples: bool = True
     """Whether samples that clients register may train."""
@@ -82,7 +82,7 @@ class EngineState:
 
 
 class Interchange:
-    """The book with its ledger and its waiting clients. `run` owns the lease timer."""
+    """`run` owns the lease timer."""
 
     def __init__(
         self,
@@ -107,8 +107,6 @@ class Interchange:
 
         self.committed_end = 0
         self._last_end = 0
-        """In the ledger."""
-
         self._ledger = ledger
         self._metrics = metrics
         self._forget = tuple(forget)
@@ -119,7 +117,6 @@ class Interchange:
         self._keeps_failed_calls = keeps_failed_calls
         self._long_polls = LongPollQueue()
         self._polling: Counter[str] = Counter()
-        """Client -> waiting claim requests."""
         engine = self.engine
         metrics.watch("waiting_clients", "Clients in long polls.", lambda: len(self._long_polls))
         metrics.watch("policy_version", "Version of the newest weights.", lambda: engine.policy_version)
@@ -135,7 +132,6 @@ class Interchange:
         self._closing = False
 
     async def restore(self) -> None:
-        """Fill the book from the ledger. Raises StoreError."""
         stored = await read_episodes(self._ledger, kept=self.book.kept)
         self.book.restore(stored)
         self.clients.restore(self.book)
@@ -145,7 +141,7 @@ class Interchange:
         )
 
     async def recall(self, uuids: Iterable[str]) -> None:
-        """Load episodes that only the ledger has into the book. Raises StoreError."""
+        """Load episodes that only the ledger has. Raises StoreError."""
         missing = [uuid for uuid in uuids if uuid not in self.book and _is_text(uuid)]
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
@@ -157,8 +153,8 @@ class Interchange:
         return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
-        """Load what a resumption after `step` may change: episodes that later steps planned or used
-        (sequences in `used`), and the rest of unfinished groups. Raises StoreError."""
+        """Load episodes that steps after `step` planned or used (sequences in `used`), and the rest of
+        unfinished groups. Raises StoreError."""
         await self._recall("step > ?", step)
         begun = "SELECT group_id FROM {s}episodes WHERE consumed = 0 AND step > 0 AND episode_type = 'train'"
         await self._recall(f"group_id IN ({begun})")
@@ -174,7 +170,7 @@ class Interchange:
             self.book.recall(await _with_attempts(self._ledger, rows[start : start + PAGE]))
 
     async def run(self) -> None:
-        """Expire leases until cancelled. Raises StoreError when a commit fails."""
+        """Expire leases. Raises StoreError when a commit fails."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire_leases())
             tasks.create_task(self._ledger.failed())
@@ -199,7 +195,7 @@ class Interchange:
                 del self._polling[client]
 
     def close(self) -> None:
-        """Answer all waiting requests, because the server shuts down."""
+        """The server shuts down."""
         self._closing = True
         self._long_polls.notify_all()
         self.run_end.close()
@@ -246,7 +242,6 @@ class Interchange:
                     self._long_polls.notify(episode.pool, episode.episode_type)
 
     def _announce(self, changed: list[EpisodeRecord]) -> None:
-        """Report ended episodes once they are committed."""
         numbers = sorted(
             each.end_number
             for each in changed
@@ -261,7 +256,7 @@ class Interchange:
         self.on_ended(numbers)
 
     async def commit(self) -> None:
-        """Settle, and return once all changes so far are committed. Raises StoreError."""
+        """Returns once all changes so far are committed. Raises StoreError."""
         self.settle()
         await self._ledger.durable()
 
@@ -308,10 +303,8 @@ class Interchange:
                 wakeup, until = None, self._clock()
 
     def withdraw(self, request: ClaimEpisodeRequest, claims: list[Claim]) -> None:
-        """Take back the claims of a client that disconnected before the reply.
-
-        With a request id it keeps them, because it will repeat the request.
-        """
+        """The client disconnected before the reply. With a request id it keeps the claims, because it will
+        repeat the request."""
         if request.claim_request_id:
             return
         failure = Failure(kind=CLIENT_GONE, message="the client hung up before the reply")
@@ -356,7 +349,7 @@ class Interchange:
 
     @property
     def why_over(self) -> str:
-        """Why there will be no more episodes, or empty."""
+        """Empty while there may be more episodes."""
         if not self.engine.run_finished:
             return ""
         return f"The run has failed: {self.engine.failure}" if self.engine.failure else RUN_FINISHED
@@ -452,7 +445,7 @@ class Interchange:
         return NO_EPISODES
 
     def register(self, new: NewEpisode, *, limited: bool = False) -> None:
-        """Add an episode and its copies, all or none. `limited`: the pool's quota applies.
+        """All copies or none. `limited`: the pool's quota applies.
 
         Raises ValueError for an invalid episode, ConflictError for a known uuid with other content, and
         QuotaError.
@@ -496,7 +489,7 @@ class Interchange:
     # The engine
 
     def sample_without_trainer(self, model: str) -> None:
-        """Hand out episodes without a trainer, because an inference server samples."""
+        """An inference server samples."""
         self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)
@@ -506,14 +499,14 @@ class Interchange:
         return self.engine.client_samples
 
     def trainer_starts(self) -> None:
-        """Note that a trainer boots, until it reports or ends."""
+        """It boots until it reports or ends."""
         self.engine.booting = True
         self.engine.run_finished, self.engine.failure = False, ""
         self.run_end.set(False)
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
-        """Note that the trainer is silent, or ended with `failure`."""
+        """It is silent, or ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
@@ -525,7 +518,7 @@ class Interchange:
     def trainer_says(self, hello: Hello) -> None:
         engine = self.engine
         if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
-            return  # Late, from the previous trainer.
+            return
         engine.booting = False
         self.clients.own_prefix = own_clients(hello.trainer_id)
         too_late, ahead = self._trains_too_late, self._pools_ahead
@@ -555,7 +548,7 @@ class Interchange:
             self._long_polls.notify_all()
 
     async def offline(self) -> None:
-        """Return when the engine is OFFLINE. For one task at a time."""
+        """For one task at a time."""
         while self.engine.status != "ENGINE.OFFLINE":
             self._status_changed.clear()
             await self._status_changed.wait()
@@ -563,7 +556,7 @@ class Interchange:
     # Leases
 
     async def _expire_leases(self) -> None:
-        """Close expired claims at each deadline, or earlier if a new one appears."""
+        """At each deadline, or earlier if a new one appears."""
         while True:
             self._earlier_deadline.clear()
             self._next_expiry = self.book.leases.next_deadline()
@@ -575,7 +568,6 @@ class Interchange:
                 self.expire()
 
     def expire(self) -> None:
-        """Close the expired claims. `run` calls this at each deadline."""
         expired = self.book.expire()
         for episode in expired:
             with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
@@ -600,7 +592,7 @@ WHERE sequence > ? AND (consumed = 0 OR end_number > ?
 
 
 async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
-    """Load what a book holds: open episodes, and the last `kept` consumed ones without payload and result."""
+    """Open episodes, and the last `kept` consumed ones without payload and result."""
     ((last_sequence, last_end),) = await ledger.read(
         "SELECT (SELECT coalesce(max(sequence), 0) FROM {s}episodes), "
         "(SELECT coalesce(max(end_number), 0) FROM {s}episodes)"

@@ -1,7 +1,7 @@
 """The server's metrics, in its own Prometheus registry, with those of the run's other processes.
 
-Invariant: episodes are counted in the book at each scrape, so counts survive a restart; other counters
-begin at 0. The number of series depends on the config and the number of pools, never on what clients send.
+Episodes are counted in the book at each scrape, so counts survive a restart; other counters begin at 0. The
+number of series never depends on what clients send.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class ServerMetrics:
         self._link_drops.labels(reason).inc()
 
     def add_trainers(self, text: bytes) -> bool:
-        """Take over the trainer's metrics. Returns False for malformed or foreign ones."""
+        """Returns False for malformed or foreign metrics."""
         try:
             names = [family.name for family in text_string_to_metric_families(text.decode())]
-        except (ValueError, KeyError, IndexError):  # The parser's errors for malformed text.
+        except (ValueError, KeyError, IndexError):
             return False
         if len(text) > MAX_TRAINERS_BYTES or not all(name.startswith(TRAINERS) for name in names):
             return False

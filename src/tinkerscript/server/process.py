@@ -1,6 +1,6 @@
 """The server as a process: one run folder, one HTTP socket, one link, graceful shutdown.
 
-Errors that a user can fix (model, tokens, port) are found before the app is imported, which takes seconds.
+Errors that a user can fix are found before the app is imported, which takes seconds.
 
 Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
 is written once its addresses accept connections. With a shared ledger, servers of several folders take
@@ -184,7 +184,6 @@ class Gate:
         self._refusals = Refusals(REFUSAL_BODIES)
 
     def stop_waiting(self) -> None:
-        """Answer waiting requests and model calls, so that connections can close."""
         if self.server is not None:
             self.server.stop_waiting()
 
@@ -208,7 +207,7 @@ class Gate:
 
 
 class _Terms:
-    """Serves a ledger's episodes: once, or term after term if it is shared.
+    """Term after term if the ledger is shared.
 
     Invariant: a term ends with the first error, and the next reads everything from the ledger.
     """
@@ -239,10 +238,9 @@ class _Terms:
         self._http = http_server(self._gate, section, limits=connections)
         self._serving: asyncio.Task[None] | None = None
         self._served = False
-        """Whether a term's book may be in memory."""
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises ConfigError, and the error of an unshared ledger."""
+        """Raises ConfigError, and the error of an unshared ledger."""
         said = ""
         try:
             while True:
@@ -268,7 +266,7 @@ class _Terms:
                 await asyncio.gather(self._serving, return_exceptions=True)
 
     async def finish_requests(self) -> None:
-        """Accept no more requests, and finish the running ones, which need the background tasks."""
+        """Running requests still need the background tasks."""
         if self._gate.server is not None:
             await self._gate.server.until_end_is_known()
         self._gate.stop_waiting()
@@ -280,7 +278,7 @@ class _Terms:
 
     async def _serve(self, ledger: Ledger) -> None:
         if ledger.is_shared:
-            self._start_http()  # To answer 503 while it waits.
+            self._start_http()
         epoch = await ledger.lead()
         if ledger.is_shared and needs_link_keys(self._section):
             folder = self._run_dir / KEYS_DIR
@@ -359,7 +357,7 @@ async def _first_error(*tasks: asyncio.Task[None]) -> None:
 
 
 def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> None:
-    """Run the interchange server of a folder until it is stopped (`tinkerscript server`).
+    """Until stopped (`tinkerscript server`).
 
     Raises ConfigError and StoreError; exits with `DISK_FULL` for a full disk.
     """

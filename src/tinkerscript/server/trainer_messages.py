@@ -1,5 +1,5 @@
 """What the server does for the trainer: `TrainerMessageHandler` executes its messages, `OutcomeStream`
-sends it the outcomes of episodes.
+sends it outcomes.
 
 Invariant: a bad message is logged, counted or answered; it never stops the link.
 """
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 AT_ONCE = 16  # Outcomes read from the ledger together.
 MAX_ON_THE_WAY = MAX_FRAME_BYTES  # Bytes of unconfirmed outcomes.
-LAST_COMMIT = "last_commit"  # Name of the fact.
+LAST_COMMIT = "last_commit"
 OVERHEAD = 1024  # Upper bound of a message's bytes around each call, and the rest.
 
 
@@ -94,8 +94,7 @@ async def resume_run(
     replay_lag: int = 0,
     plan_lag: int = 0,
 ) -> History:
-    """Resume the run from the newest of `checkpoints`, in book and ledger; see `find_beginning` and
-    `Resume`.
+    """Resume the newest of `checkpoints`, in book and ledger; see `find_beginning` and `Resume`.
 
     Raises ConfigError, and changes nothing, if the ledger cannot resume from them.
     """
@@ -127,8 +126,6 @@ async def resume_run(
 
 
 class TrainerMessageHandler:
-    """Serves the link. `run` owns its tasks."""
-
     def __init__(
         self,
         *,
@@ -151,14 +148,12 @@ class TrainerMessageHandler:
         self._last_commit = last_commit
         self._storage = storage
         self._resuming = ("", 0)
-        """The resuming trainer, and the id of its request."""
-
         self._resumed: Answer | None = None
         self._beginning = asyncio.Lock()
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Serve the link until cancelled. Use once."""
+        """Use once."""
         async with self._tasks as tasks:
             tasks.create_task(self._link.run(self.handle))
             tasks.create_task(self._outcomes.run())
@@ -340,7 +335,7 @@ class TrainerMessageHandler:
 
 
 class OutcomeStream:
-    """Sends the trainer the committed, unused outcomes in order of their end numbers, with their calls.
+    """Sends the committed, unused outcomes in order of their end numbers, with their calls.
 
     Invariants: an outcome is sent again until the trainer has it. One too large for a message fails its
     episode, so that it does not block the others.
@@ -379,14 +374,13 @@ class OutcomeStream:
         self._changed.set()
 
     def received(self, position: int) -> None:
-        """The trainer has outcomes up to `position`."""
         self._position = max(self._position, position)
         while self._under_way and self._under_way[0][0] <= position:
             self._under_way.popleft()
         self._changed.set()
 
     def repeat(self) -> None:
-        """Send again what the trainer should have by now. Called at intervals."""
+        """Send again what the trainer should have by now."""
         arrived = max(self._position, self._link.position)
         if self._under_way and arrived < self._sent and arrived == self._arrived_before:
             self.follow(arrived)
@@ -398,7 +392,7 @@ class OutcomeStream:
             self._changed.set()
 
     async def run(self) -> None:
-        """Send as much as there is room for, until cancelled. Raises StoreError."""
+        """Raises StoreError."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -441,7 +435,6 @@ class OutcomeStream:
                 await self._give_up(episode, f"the result and its calls have {size} bytes; {limit}", reading)
 
     async def outcome(self, episode: EpisodeRecord) -> Outcome:
-        """An episode's end, with the calls of the claim that counts."""
         if episode.state == "failed":
             return outcome_of(episode)
         (calls,) = await self._ledger.calls([(episode.sequence, episode.attempt)])
@@ -470,7 +463,6 @@ class OutcomeStream:
 
 
 def _size_of(outcome: Outcome) -> int:
-    """Upper bound in bytes."""
     calls = list[Call]()
     if isinstance(outcome, EpisodeAccepted):
         calls, outcome = outcome.all_calls, msgspec.structs.replace(outcome, all_calls=[])
@@ -479,7 +471,7 @@ def _size_of(outcome: Outcome) -> int:
 
 
 def outcome_of(episode: EpisodeRecord, calls: Sequence[Call] = (), *, result: bytes = b"") -> Outcome:
-    """Tells the trainer how an episode ended. `calls`: of the claim that counts."""
+    """`calls`: of the claim that counts."""
     failures: list[dict[str, object]] = [failure.model_dump() for failure in episode.failures]
     if episode.state == "failed":
         return EpisodeFailed(

@@ -257,8 +257,6 @@ def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
 @dataclass
 class Contradictions:
     repeats: int = 0
-    """Tokens sampled again after the same prefix."""
-
     gap: float = 0.0
     """Summed |difference| of their logprobs."""
 

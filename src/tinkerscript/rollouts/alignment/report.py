@@ -18,8 +18,6 @@ class Counts:
     episodes: int = 0
     sequences: int = 0
     calls: int = 0
-    """Calls that sampled something."""
-
     truncated: int = 0
     """Calls that the token limit ended."""
 
@@ -185,7 +183,6 @@ class AlignmentReport:
 
 
 def explain(report: AlignmentReport) -> list[str]:
-    """Summarize for people, most severe first."""
     return [*_verdict(report), *_counted("warning", report.whole.warnings, WARNINGS), *_figures(report)]
 
 

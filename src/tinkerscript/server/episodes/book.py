@@ -4,7 +4,6 @@ Invariants: an episode ends exactly once (`ended`, or `failed` with a reason for
 counts only from the claim that holds the lease; a failure that a trainer may have used is final. The book
 holds all episodes that are not consumed and about the last `KEPT` consumed ones; the ledger has the rest
 (`recall`). No I/O, no asyncio, injected clocks. Operations cost O(log n), except an operator's pages.
-`take_changes` returns what has changed.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from tinkerscript.server.episodes.record import (
     content_digest,
 )
 
-# Not the attempt's fault: its client was stopped, or never got the claim. After `MAX_FORGIVEN` they do
-# count, so that no client can keep an episode from ending.
+# Not the attempt's fault. After `MAX_FORGIVEN` they do count, so that no client can keep an episode from
+# ending.
 FORGIVEN_KINDS = (HANDED_BACK, CLIENT_GONE, CLIENT_STOPPED)
 MAX_FORGIVEN = 20
 
@@ -76,14 +75,10 @@ class EpisodeBook:
         """Not dropped, by sequence and in order of failure."""
 
         self._consumed = deque[str]()
-        """Uuids in the book, oldest first."""
-
         self._claims: dict[str, dict[str, EpisodeRecord]] = {}
         """Claims that hold their lease: `client_uuid` -> episode uuid -> episode."""
 
         self._claimed: dict[str, EpisodeRecord] = {}
-        """The same by episode uuid, oldest first."""
-
         self._changes = Changes()
         self._next_sequence = 1
         self._next_end = 1
@@ -132,34 +127,30 @@ class EpisodeBook:
         return len(self._failed)
 
     def latest_failed(self, limit: int) -> list[EpisodeRecord]:
-        """Not dropped, newest failure first."""
+        """Newest first."""
         return list(islice(reversed(self._failed.values()), limit))
 
     def answered(self, client_uuid: str, claim_request_id: str) -> list[EpisodeRecord] | None:
-        """Episodes that answered this request and that its claims still hold.
-
-        None if it was never answered with an episode.
-        """
+        """Episodes that answered this request, if its claims still hold; None if it was never answered."""
         return self._requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
 
     def unfinished(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """A page of episodes that are not consumed, by sequence."""
+        """In order of sequence."""
         return _page(self._unfinished.values(), after=after, limit=limit)
 
     def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """A page of failed episodes that are not dropped, by sequence."""
+        """Without dropped ones, in order of sequence."""
         failed = sorted(self._failed.values(), key=attrgetter("sequence"))
         return _page(failed, after=after, limit=limit)
 
     def take_changes(self) -> Changes:
-        """The changes since the last call, each episode once."""
         changes, self._changes = self._changes, Changes()
         return changes
 
     # What the trainer does
 
     def restore(self, stored: StoredEpisodes) -> None:
-        """Fill an empty book. Leases start anew."""
+        """Leases start anew."""
         for (pool, kind, state), number in stored.past.items():
             self.counts.past(pool, kind, state, number)
         claimed = list[EpisodeRecord]()
@@ -175,7 +166,7 @@ class EpisodeBook:
         self._requests.restore(self._episodes.values())
 
     def recall(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Take back consumed episodes that only the ledger had."""
+        """Consumed episodes that only the ledger had."""
         for episode in episodes:
             if episode.uuid not in self._episodes:
                 self._episodes[episode.uuid] = episode
@@ -197,7 +188,7 @@ class EpisodeBook:
     ) -> None:
         """Add an episode and its copies. Idempotent for the same content.
 
-        Raises ConflictError, and adds none, if one exists with other content. `recall` past ones first.
+        Raises ConflictError, and adds none, if one has other content. `recall` past ones first.
         """
         digest = content_digest(
             episode_type.encode(), group_id.encode(), payload, pool.encode(), b"%d" % group_size
@@ -231,10 +222,7 @@ class EpisodeBook:
             self._changes.added[each] = episode
 
     def cancel(self, uuid: str, reason: str) -> bool:
-        """Fail an episode that is no longer needed. Returns False if it is over.
-
-        Raises UnknownEpisodeError.
-        """
+        """Returns False if the episode is over. Raises UnknownEpisodeError."""
         episode = self.get(uuid)
         if episode.state == "registered":
             self._note_failure(episode, Failure(kind=CANCELLED, message=reason))
@@ -247,7 +235,7 @@ class EpisodeBook:
         return True
 
     def offer_failure(self, uuid: str) -> EpisodeRecord:
-        """Make a failure final, because a trainer knows it. Raises UnknownEpisodeError."""
+        """A failure that a trainer knows is final. Raises UnknownEpisodeError."""
         episode = self.get(uuid)
         if not episode.offered:
             episode.offered = True
@@ -255,7 +243,7 @@ class EpisodeBook:
         return episode
 
     def consume(self, sequence: int) -> None:
-        """Mark an outcome as used or left out. Ignores episodes that are unknown or have not ended."""
+        """Ignores episodes that are unknown or have not ended."""
         episode = self._unfinished.get(sequence)
         if episode is not None and episode.end_number is not None:
             self._consume(episode)
@@ -310,7 +298,7 @@ class EpisodeBook:
         return given_up
 
     def planned(self, step: int, *, plan_lag: int = 0) -> list[EpisodeRecord]:
-        """Episodes planned for `step`, or up to `plan_lag` earlier, that may train in it."""
+        """Planned up to `plan_lag` steps earlier."""
         found = (
             each
             for each in self._unfinished.values()
@@ -319,7 +307,7 @@ class EpisodeBook:
         return sorted(found, key=attrgetter("sequence"))  # Reopened episodes come last.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
-        """Groups planned for a step and not set aside. `used`: as in `resume`."""
+        """Without groups set aside. `used`: as in `resume`."""
         planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
         aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
         return len({each.group_id for each in planned} - aside)
@@ -336,7 +324,7 @@ class EpisodeBook:
         policy_version: int = 0,
         claim_request_id: str = "",
     ) -> EpisodeRecord | None:
-        """Hand out the oldest registered episode, or None. Requeued ones keep their place.
+        """The oldest registered episode. Requeued ones keep their place.
 
         The caller must check with `answered` that the request is new.
         """
@@ -357,7 +345,7 @@ class EpisodeBook:
         return episode
 
     def held(self, uuid: str, attempt: int) -> EpisodeRecord:
-        """Return the episode and renew the lease, if this claim holds it.
+        """Renew the lease, if this claim holds it.
 
         Raises UnknownEpisodeError, or NotTheOwnerError with the reason.
         """
@@ -369,7 +357,7 @@ class EpisodeBook:
     def end(
         self, uuid: str, attempt: int, *, reward: float, result: bytes, is_success: bool | None = None
     ) -> EpisodeRecord:
-        """Store a result from the claim that holds the lease. Idempotent for the same result.
+        """Idempotent for the same result.
 
         Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a different result.
         """
@@ -386,7 +374,7 @@ class EpisodeBook:
         return episode
 
     def abort(self, uuid: str, attempt: int, failure: Failure) -> EpisodeRecord:
-        """Fail an attempt: requeue the episode, or fail it with its last attempt. Idempotent.
+        """Requeue the episode, or fail it with its last attempt. Idempotent.
 
         Raises UnknownEpisodeError or NotTheOwnerError.
         """
@@ -399,7 +387,7 @@ class EpisodeBook:
         return episode
 
     def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
-        """Fail an episode that no claim could finish, even with attempts left.
+        """Fail an episode that no claim could finish.
 
         Raises UnknownEpisodeError, or NotTheOwnerError if the claim does not hold the lease.
         """
@@ -424,7 +412,7 @@ class EpisodeBook:
     def release_client(
         self, client_uuid: str, reason: str, *, kind: str = WORKER_DIED
     ) -> list[EpisodeRecord]:
-        """Close all claims of a dead or stopped client. Returns their episodes."""
+        """Returns the episodes of closed claims."""
         held = list(self._claims.get(client_uuid, {}).values())
         for episode in held:
             self._lose(episode, _failure_of(episode, kind, reason))
@@ -442,7 +430,7 @@ class EpisodeBook:
     # What an operator does
 
     def retry(self, uuid: str) -> EpisodeRecord:
-        """Requeue a failed episode with new attempts. Its failures are kept.
+        """Requeue a failed episode with new attempts.
 
         Raises UnknownEpisodeError, or ConflictError if it has not failed or the failure is final.
         """
@@ -454,7 +442,7 @@ class EpisodeBook:
         return episode
 
     def empty(self, uuids: Iterable[str]) -> set[str]:
-        """Mark consumed episodes as emptied, so that they cannot train again. Returns their uuids."""
+        """Emptied episodes cannot train again. Returns the uuids."""
         emptied = [each for each in map(self.get, uuids) if each.consumed]
         for episode in emptied:
             episode.emptied = True
@@ -502,7 +490,7 @@ class EpisodeBook:
             self._failed[episode.sequence] = episode
 
     def _move(self, episode: EpisodeRecord, state: State) -> None:
-        """Change a state. Nothing else does. Raises ConflictError for an illegal transition."""
+        """Nothing else changes a state. Raises ConflictError for an illegal transition."""
         if state not in TRANSITIONS[episode.state]:
             raise ConflictError(f"episode {episode.uuid!r} cannot go from {episode.state} to {state}")
         if episode.state == "registered":
@@ -538,7 +526,6 @@ class EpisodeBook:
         self._touch_attempt(episode, failure.attempt)
 
     def _touch_attempt(self, episode: EpisodeRecord, attempt: int) -> None:
-        """Note that the last claim was made or failed. Attempt 0: it failed while unclaimed."""
         self._changes.attempts[episode.sequence, attempt] = attempt_row(episode, attempt)
 
     def _start_claim(self, episode: EpisodeRecord) -> None:
@@ -547,7 +534,7 @@ class EpisodeBook:
         self._claimed[episode.uuid] = episode
 
     def _close_claim(self, episode: EpisodeRecord, state: State, *, fault: str = "") -> None:
-        """Close the claim that holds the lease. `fault`: what its client did wrong."""
+        """`fault`: what the claim's client did wrong."""
         owned = self._claims[episode.client_uuid]
         del owned[episode.uuid], self._claimed[episode.uuid]
         if not owned:
@@ -557,10 +544,8 @@ class EpisodeBook:
         self._move(episode, state)
 
     def _lose(self, episode: EpisodeRecord, failure: Failure, *, fault: str = "") -> None:
-        """Fail the claim that holds the lease, and requeue the episode while it has attempts left.
-
-        `FORGIVEN_KINDS` are requeued anyway, up to `MAX_FORGIVEN` times.
-        """
+        """Requeue the episode while it has attempts left. `FORGIVEN_KINDS` are requeued anyway, up to
+        `MAX_FORGIVEN` times."""
         if failure.kind in FORGIVEN_KINDS and _forgiven(episode) < MAX_FORGIVEN:
             episode.forgiven += 1
             fault = ""
@@ -580,7 +565,6 @@ class EpisodeBook:
             self._let_go(self.kept)
 
     def _let_go(self, number: int) -> None:
-        """Forget the oldest consumed episodes, except failures that an operator should see."""
         for uuid in [self._consumed.popleft() for _ in range(number)]:
             episode = self._episodes.get(uuid)
             if episode is None or not episode.consumed:
@@ -591,7 +575,6 @@ class EpisodeBook:
             self._failed.pop(episode.sequence, None)
 
     def _reopen(self, episode: EpisodeRecord) -> None:
-        """Undo `_consume`."""
         self._set_consumed(episode, False)
         self.counts.begun(episode)
         self._unfinished[episode.sequence] = episode
@@ -609,13 +592,11 @@ class EpisodeBook:
 
 
 def _is_planned(episode: EpisodeRecord) -> bool:
-    """Whether a step that still counts planned it."""
     return episode.step > 0 and episode.episode_type == "train" and not episode.undone
 
 
 def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
-    """Whether a group that no step has used may still train: no member was cancelled, set aside, given up
-    or emptied, and a result was not left out or stale."""
+    """No member was cancelled, set aside, given up or emptied, and a result was not left out or stale."""
     for episode in group:
         is_cancelled = episode.state == "failed" and episode.failures[-1].kind == CANCELLED
         gone = episode.consumed and used.get(episode.sequence, Use.SET_ASIDE) in (Use.SET_ASIDE, Use.GIVEN_UP)
@@ -640,5 +621,4 @@ def _failure_of(episode: EpisodeRecord, kind: str, message: str) -> Failure:
 
 
 def _page(episodes: Iterable[EpisodeRecord], *, after: int, limit: int) -> list[EpisodeRecord]:
-    """The first `limit` of `episodes` (in order) after sequence `after`."""
     return list(islice((episode for episode in episodes if episode.sequence > after), limit))

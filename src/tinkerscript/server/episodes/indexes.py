@@ -34,14 +34,14 @@ from tinkerscript.server.episodes.record import (
     Status,
 )
 
-RequestKey = tuple[str, str]  # `client_uuid` and `claim_request_id`.
+RequestKey = tuple[str, str]
 
 # Consumed episodes that only the ledger has, by pool, type and state.
 PastCounts = Mapping[tuple[str, EpisodeType, State], int]
 
 
 class StoredEpisodes(NamedTuple):
-    """What a book loads from a ledger, and what it knows about the rest."""
+    """What a book loads from a ledger."""
 
     present: list[EpisodeRecord]
     """In order of registration."""
@@ -57,8 +57,6 @@ REMEMBERED = 100_000  # Latest answered requests to remember after their claims.
 
 
 class ClaimRequests:
-    """How each claim request with an id was answered."""
-
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
         self._held: dict[RequestKey, dict[str, EpisodeRecord]] = {}
@@ -68,7 +66,6 @@ class ClaimRequests:
         return len(self._held) + len(self._over)
 
     def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Fill an empty index from stored episodes."""
         over = list[RequestKey]()
         for episode in episodes:
             keys = zip(episode.claimants, episode.request_ids, strict=True)
@@ -100,7 +97,7 @@ class ClaimRequests:
             self._remember(key)
 
     def answered(self, key: RequestKey) -> list[EpisodeRecord] | None:
-        """Episodes that its claims still hold, in the reply's order. None for a new request."""
+        """In the reply's order. None for a new request."""
         held = self._held.get(key)
         if held is not None:
             return list(held.values())
@@ -127,8 +124,6 @@ class _Queue:
 
 
 class Queues:
-    """Registered episodes of each pool and type, oldest first."""
-
     def __init__(self, find: Callable[[str], EpisodeRecord]) -> None:
         self._find = find
         self._queues: dict[tuple[str, EpisodeType], _Queue] = {}
@@ -152,13 +147,12 @@ class Queues:
         return sum(queue.registered for queue in self._of(pool, claim_type))
 
     def oldest(self, pool: str, claim_type: ClaimType) -> EpisodeRecord | None:
-        """Pop the oldest registered episode, or None."""
         queues = self._of(pool, claim_type)
         while waiting := [queue for queue in queues if queue.heap]:
             queue = min(waiting, key=lambda candidate: candidate.heap[0])
             # Evaluations first: the trainer starts only as many as may run at once.
             if pool == TRAINER_POOL:
-                queue = waiting[-1]  # `EPISODE_TYPES` lists evaluations last.
+                queue = waiting[-1]
             episode = self._find(heapq.heappop(queue.heap)[1])
             if episode.state == "registered":
                 return episode
@@ -170,8 +164,6 @@ class Queues:
 
 
 class Wakeup(NamedTuple):
-    """An episode became claimable."""
-
     pool: str
     episode_type: EpisodeType
     before: int
@@ -182,7 +174,7 @@ _Waiting = asyncio.Future[Wakeup | None]
 
 
 class LongPollQueue:
-    """Clients that wait for an episode, by pool and claim type, in order of arrival."""
+    """By pool and claim type, in order of arrival."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count()
@@ -195,7 +187,7 @@ class LongPollQueue:
         return sum(len(queue) for queue in self._queues.values())
 
     def notify(self, pool: str, episode_type: EpisodeType) -> None:
-        """Wake the longest-waiting client that may claim a new claimable episode."""
+        """Wake the longest-waiting client that may claim it."""
         self.pass_on(Wakeup(pool, episode_type, next(self._tickets)))
 
     def notify_all(self) -> None:
@@ -210,7 +202,6 @@ class LongPollQueue:
             _wake(client)
 
     def pass_on(self, wakeup: Wakeup) -> bool:
-        """Pass an unused wake-up to the next client, if any."""
         keys: list[tuple[str, ClaimType]] = [(wakeup.pool, wakeup.episode_type), (wakeup.pool, "any")]
         heads = [(next(iter(self._queues[key])), key) for key in keys if key in self._queues]
         ticket, key = min(heads, default=(wakeup.before, keys[0]))
@@ -287,7 +278,6 @@ class Leases:
         self._heap: list[tuple[float, int, int, EpisodeRecord]] = []
 
     def start(self, episode: EpisodeRecord) -> None:
-        """Start the last claim's lease. Its `lease_s` and `claimed_at` must be set."""
         episode.ends_at = self._clock() + self._max_claim_s - self.age_s(episode)
         episode.calls_in_flight = 0
         self.renew(episode)
@@ -302,7 +292,7 @@ class Leases:
         self.renew(episode)
 
     def end_call(self, episode: EpisodeRecord, attempt: int) -> None:
-        """End a model call and renew the lease, unless the claim is lost."""
+        """Also renews the lease, unless the claim is lost."""
         if episode.state == "claimed" and episode.attempt == attempt:
             episode.calls_in_flight -= 1
             self.renew(episode)
@@ -320,7 +310,7 @@ class Leases:
         return None
 
     def find_expired(self) -> tuple[EpisodeRecord, str, str] | None:
-        """An episode with an expired claim, and the failure's kind and message, or None.
+        """The episode, and the failure's kind and message.
 
         The caller must close the claim before calling again. A running model call counts as activity; only
         the claim's lifetime ends it.
@@ -349,7 +339,7 @@ class Leases:
         return max(0.0, self._wall() - episode.claimed_at)
 
     def last_activity(self, episode: EpisodeRecord) -> float:
-        """Unix time of the last claim's activity; 0 before the first."""
+        """Unix time; 0 before the first claim."""
         if not episode.renewed_at:
             return episode.claimed_at
         idle_s = 0.0 if episode.calls_in_flight else self._clock() - episode.renewed_at
@@ -370,7 +360,7 @@ class StateCounts:
         self._failures: dict[EpisodeType, int] = dict.fromkeys(EPISODE_TYPES, 0)
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
-        """Count an episode that enters (+1) or leaves (-1) its state."""
+        """+1 when it enters its state, -1 when it leaves."""
         self._types[episode.episode_type][episode.status] += step
         pool = self._pools.get(episode.pool)
         if pool is None:
@@ -380,7 +370,6 @@ class StateCounts:
             self._failures[episode.episode_type] += 1
 
     def past(self, pool: str, kind: EpisodeType, state: State, number: int) -> None:
-        """Count consumed episodes that only the ledger has."""
         status = "accepted" if state == "ended" else state
         self._types[kind][status] += number
         self._pools.setdefault(pool, _zeros())[status] += number
@@ -394,7 +383,7 @@ class StateCounts:
             self.clients_bytes += len(episode.payload) + EPISODE_BYTES
 
     def finished(self, episode: EpisodeRecord) -> None:
-        """Stop counting a consumed episode, which must still have its payload."""
+        """The episode must still have its payload."""
         left = self._unfinished[episode.pool] - 1
         self._payloads[episode.pool] -= len(episode.payload)
         if episode.pool != TRAINER_POOL:
@@ -425,7 +414,7 @@ class StateCounts:
         return self._pools[pool]["registered"] if pool in self._pools else 0
 
     def failures(self) -> dict[EpisodeType, int]:
-        """How often episodes of each type failed. Never decreases."""
+        """Never decreases."""
         return dict(self._failures)
 
 

@@ -32,13 +32,13 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 
 # Kinds of failures that only the server records.
 UNDELIVERABLE = "undeliverable"  # The result is too large for a message to the trainer.
-CANCELLED = "cancelled"  # The trainer no longer needs it.
+CANCELLED = "cancelled"
 BAD_PAYLOAD = "bad_payload"  # It fits in no reply.
 LEASE_EXPIRED = "lease_expired"
 CLAIM_EXPIRED = "claim_expired"  # Its maximum lifetime is over.
 CLIENT_GONE = "client_gone"  # It disconnected before it got the claim.
 WORKER_DIED = "worker_died"  # Reported by its trainer.
-CLIENT_STOPPED = "client_stopped"  # By an operator.
+CLIENT_STOPPED = "client_stopped"
 
 # Clients could use these to blame others.
 SERVER_KINDS = {
@@ -68,8 +68,6 @@ class EpisodeRecord:
 
     pool: str = TRAINER_POOL
     group_size: int = 0
-    """0: unknown."""
-
     step: int = 0
     label: str = ""
     position: int = -1
@@ -96,8 +94,6 @@ class EpisodeRecord:
     """End of the last claim even if active, on the book's clock. Not stored."""
 
     calls_in_flight: int = 0
-    """Of the last claim. Not stored."""
-
     policy_version: int = 0
     reward: float | None = None
     is_success: bool | None = None
@@ -126,7 +122,6 @@ class EpisodeRecord:
 
     @property
     def last_failure(self) -> str:
-        """Kind of the failure that ended it, or empty."""
         return self.failures[-1].kind if self.state == "failed" else ""
 
     @property
@@ -188,13 +183,10 @@ class ClosedClaim(NamedTuple):
     """Whether it ended with a result, so that its calls are kept."""
 
     fault: str = ""
-    """What its client did wrong, or empty."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """Since the last `take_changes`."""
-
     added: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
     saved: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
     """By uuid, without those in `added`."""
@@ -305,7 +297,6 @@ def restored(
 
 
 def content_digest(*parts: bytes) -> bytes:
-    """16 bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

@@ -51,8 +51,6 @@ ENDING_S = 30.0  # How long `/start_engine` waits for a trainer to stop.
 
 
 class EngineRoutes:
-    """The engine's routes, and the trainer that they start."""
-
     def __init__(
         self,
         run_dir: Path,
@@ -75,7 +73,6 @@ class EngineRoutes:
         self._stopping = False
         self._ended = asyncio.Event()
         self._log_begins = 0
-        """Where the current trainer's output begins in the log file."""
 
     def router(self) -> APIRouter:
         """All routes. They need the admin role."""
@@ -146,7 +143,7 @@ class EngineRoutes:
         return SuccessResponse(success=True)
 
     async def run(self) -> None:
-        """Watch started trainers until cancelled, then ask a running one to stop."""
+        """Until cancelled. Then asks a running trainer to stop."""
         try:
             while True:
                 await self._started.wait()
@@ -172,7 +169,6 @@ class EngineRoutes:
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
     async def _end_by_force(self) -> None:
-        """Stop the trainer, by force if we started it."""
         if self._link.connected or self._trainer is not None:
             await self.stop_engine()
         if (trainer := self._trainer) is not None:

@@ -102,8 +102,6 @@ class EpisodeRoutes:
         self._gateway_ports = gateway_ports
         self._run = run
         self._reading = 0
-        """Bytes of transcripts being received."""
-
         self._tasks_of_groups: dict[str, str] = {}
         """Group -> task that its first result named, for recent groups."""
 

@@ -54,7 +54,7 @@ from tinkerscript.trainer_link.server_end import ServerLink
 MAX_CLAIMS = 500
 SHOWN_CLIENTS = 500
 MAX_FAILED = 100
-MAX_FAILURES = 10  # Attempts shown of a failed episode.
+MAX_FAILURES = 10
 
 MAX_MESSAGE_CHARS = 2000
 
