@@ -56,20 +56,17 @@ class EngineContext:
     random: np.random.Generator
     max_batch: int
     max_context: int
-    """Tokens of prompt and reply together."""
-
     vocabulary: int
     eos_ids: frozenset[int]
     grammars: Grammars
 
     budget: CacheBudget
-    """For all weights that are sampled from."""
 
     def run(self, job: Callable[[], T]) -> APIFuture[T]:
         return AwaitableConcurrentFuture(self.thread.call(job))
 
     def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
-        """The prompt, if `room` more tokens fit. Raises EngineRequestError otherwise."""
+        """Raises EngineRequestError unless the prompt and `room` more tokens fit."""
         if not ids:
             raise EngineRequestError("prompt: the prompt is empty")
         if len(ids) + room > self.max_context:
@@ -115,7 +112,7 @@ def open_context(
 
 
 def exact_context(config: PreTrainedConfig) -> int:
-    """Tokens of prompt and reply. Raises EngineError if the config lacks a context length."""
+    """Raises EngineError if the config lacks a context length."""
     return min(_limits(config))[0]
 
 
@@ -133,7 +130,6 @@ def short_context(config: PreTrainedConfig) -> str | None:
 
 
 def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
-    """(tokens, reason): the model's own limit first."""
     settings: Any = config.get_text_config()
     lengths = [value for name in LENGTHS if isinstance(value := getattr(settings, name, None), int)]
     if not lengths:
@@ -147,7 +143,7 @@ def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
 
 
 def check_device(device: str) -> None:
-    """Raises EngineError for a missing or unknown device."""
+    """Raises EngineError if `device` does not exist here."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -159,7 +155,7 @@ def check_device(device: str) -> None:
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:
-    """`auto`: bfloat16 if `device` has it in hardware, else float32. Raises EngineError for unknown names."""
+    """`auto`: bfloat16 if `device` has it in hardware, else float32. Raises EngineError."""
     if name == "auto":
         return torch.bfloat16 if _has_bfloat16(torch.device(device)) else torch.float32
     if name not in DTYPES:

@@ -52,7 +52,7 @@ LOGITS_ENTRIES = 2**25
 
 
 LOGITS_ENTRIES_OF_DEVICES = 2**27
-"""The same on an accelerator, which prefers larger products."""
+"""Accelerators prefer larger products."""
 
 
 FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -369,8 +369,6 @@ class FusedDecoder(Decoder):
 class _Places:
     n: int
     rows: Tensor
-    """(n,)"""
-
     lengths: Tensor
     """(n,): tokens before the newest one."""
 
@@ -424,7 +422,6 @@ def _plus(output: Tensor, h: Tensor, factors: _Factors | None) -> Tensor:
 @dataclass(slots=True)
 class _Tree:
     adapter: AdapterTensors | None = None
-    """Its current adapter, if a decoder set it last."""
 
 
 class HubDecoder(Decoder):
@@ -682,7 +679,6 @@ def backbone_output(model: PreTrainedModel, **inputs: Any) -> Any:
 
 
 def _backbone(model: PreTrainedModel) -> Any:
-    """Everything but the head, if the model has towers for images or sounds."""
     own: Any = model.get_decoder()
     if own is model or model.config.get_text_config() is not model.config:
         own = model.base_model
@@ -813,7 +809,6 @@ def own_logits(model: PreTrainedModel) -> OwnLogits:
 
 @torch.no_grad()
 def decoder_gap(own: OwnLogits, decoder: Decoder) -> float:
-    """Largest distance of a ragged prefill and a few steps."""
     ids, device = own.ids, own.ids.device
     rows = torch.arange(len(ids), device=device)
     lengths = torch.tensor([8, 7, 5, 3], device=device)

@@ -64,7 +64,6 @@ FILLER = -1
 class Portion:
     examples: list[Example]
     batches: list[list[TokenTree]]
-    """Their paths index `examples`."""
 
 
 def balanced(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenTree]]:
@@ -180,8 +179,6 @@ class ShardedWeights(Weights):
 
 
 class RankTrainer(Trainer):
-    """One of several ranks, which must call its public methods together."""
-
     @property
     def _is_sharded(self) -> bool:
         return isinstance(self.weights, ShardedWeights)
@@ -265,7 +262,6 @@ class RankTrainer(Trainer):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _sum_gradients(self) -> None:
-        """A gradient on any rank gives all ranks one."""
         parameters = self.weights.parameters
         present = torch.tensor([p.grad is not None for p in parameters], device=self.model.device).int()
         dist.all_reduce(present, dist.ReduceOp.MAX)
@@ -404,7 +400,6 @@ def _buckets(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
 
 
 def follow() -> None:
-    """Compute as the environment's rank, until rank 0 ends."""
     # Rank 0 gets these signals too; it saves its state and then ends this rank.
     for number in (signal.SIGINT, signal.SIGTERM) if is_launched() else (signal.SIGINT,):
         signal.signal(number, signal.SIG_IGN)

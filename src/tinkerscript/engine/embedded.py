@@ -153,8 +153,6 @@ class EmbeddedEngine:
             self._checkpoints = activation_checkpointing
             kind = decoder_for(self._model, own, frozen=frozen)
             self.is_fused: bool = kind is FusedDecoder
-            """Whether it decodes with the engine's own kernels."""
-
             longest = exact_context(self._model.config)
             token = cache_bytes(self._model, self.dtype, [PLACES]) // PLACES
             cache = cache_tokens * token or cache_budget(
@@ -188,7 +186,7 @@ class EmbeddedEngine:
 
     @property
     def warnings(self) -> list[str]:
-        """What users should know before training."""
+        """Describe what users should know before training."""
         found = [short_context(self._model.config)]
         if self.max_context < (longest := exact_context(self._model.config)):
             found.append(
@@ -249,7 +247,6 @@ class EmbeddedEngine:
         return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir, self._notes)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
-        """A client of the engine's own weights, frozen when its turn comes."""
         return self.create_training_client().save_weights_and_get_sampling_client()
 
     def train_copy(
@@ -277,7 +274,6 @@ class EmbeddedEngine:
         return self.context.run(job)
 
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
-        """A client of the base model as on disk, or of a checkpoint."""
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
 
     def open_frozen(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
@@ -304,7 +300,6 @@ class EmbeddedEngine:
         return self.context.run(lambda: self._trainer.weights.write(folder, self.dtype))
 
     def free_memory(self) -> APIFuture[None]:
-        """Release torch's cached GPU memory."""
         return self.context.run(torch.cuda.empty_cache)
 
     def write_canaries(self, folder: Path) -> APIFuture[list[Path]]:

@@ -78,7 +78,6 @@ class FrozenModels:
     def __init__(
         self, context: EngineContext, own: FrozenBase | None, *, device: str, dtype: torch.dtype
     ) -> None:
-        """`own`: the engine's frozen base. `dtype`: of other bases."""
         self._context = context
         self._bases = {} if own is None else {context.folder.resolve(): own}
         self._device = device

@@ -33,8 +33,6 @@ PLACES = 64
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """A layer's part of one row of P tokens."""
-
     keys: Tensor | None = None
     """(heads, P, width); with a window, at most its last `window` positions."""
 
@@ -42,8 +40,6 @@ class LayerState:
     """May be narrower (DeepSeek's multi-head latent attention)."""
 
     states: tuple[Tensor, ...] = ()
-    """After the last token, of any shape."""
-
     window: int | None = None
 
     @property
@@ -61,7 +57,7 @@ RowState = Sequence[LayerState]
 
 
 def cut(state: RowState, begin: int, end: int | None = None) -> RowState:
-    """A copy: of positions [begin, end) where layers can be cut, of everything elsewhere."""
+    """Copy positions [begin, end) of layers that can be cut, and all of the others."""
 
     def part(layer: LayerState, kept: Tensor | None) -> Tensor | None:
         return None if kept is None else (kept[:, begin:end] if layer.can_be_cut else kept).clone()
@@ -78,7 +74,6 @@ def cut(state: RowState, begin: int, end: int | None = None) -> RowState:
 
 
 def joined(parts: Sequence[RowState]) -> RowState:
-    """The state of a row made of consecutive `parts`."""
     if len(parts) == 1:
         return parts[0]
     return [_joined(layers) if layers[-1].can_be_cut else layers[-1] for layers in zip(*parts, strict=True)]
@@ -166,7 +161,6 @@ class RowGroup(Generic[Row]):
 
     bytes: int = 0
     storage: int = 0
-    """Changes whenever the tensors do; unique in the process."""
 
     @property
     def longest(self) -> int:
@@ -216,7 +210,7 @@ class RowGroup(Generic[Row]):
         return new
 
     def add(self, rows: Sequence[Row], state: RowState, length: int) -> None:
-        """There must be room."""
+        """There must be room for the rows."""
         first, end = len(self.rows), len(self.rows) + len(rows)
         for layer, of_layer in zip(self.layers, state, strict=True):
             for stored, new in ((layer.keys, of_layer.keys), (layer.values, of_layer.values)):
@@ -248,7 +242,7 @@ class RowGroup(Generic[Row]):
         self.lengths.pop()
 
     def state(self, index: int, begin: int = 0) -> RowState:
-        """A copy, from position `begin` on where it can be cut."""
+        """Copy a row's state, from position `begin` on where it can be cut."""
         return [self._layer_state(layer, index, begin) for layer in self.layers]
 
     def _layer_state(self, layer: LayerCache, index: int, begin: int) -> LayerState:
@@ -273,7 +267,6 @@ class KVCache(Generic[Row]):
         self._budget = budget or CacheBudget()
         self._budget.holders.add(self)
         self._layers: list[LayerCache] = []
-        """Shapes and dtypes, without rows."""
 
     @property
     def rows(self) -> list[Row]:
@@ -329,7 +322,6 @@ class KVCache(Generic[Row]):
         return RowGroup(limit, [replace(layer, states=list(layer.states)) for layer in self._layers])
 
     def _joining(self, lengths: Sequence[int]) -> list[tuple[RowGroup[Row], int, int]]:
-        """Groups that these rows join, each with its new number of rows and maximum length."""
         joining: dict[int, list[int]] = {}
         for length in lengths:
             joining.setdefault(group_limit(length + 1, self._spread), []).append(length + 1)
@@ -387,7 +379,7 @@ class KVCache(Generic[Row]):
             self.groups.remove(group)
 
     def state(self, row: Row, begin: int = 0) -> RowState:
-        """A copy, from position `begin` on where it can be cut."""
+        """Copy a row's state, from position `begin` on where it can be cut."""
         group, index = self._place(row)
         return group.state(index, begin)
 
@@ -397,7 +389,6 @@ class KVCache(Generic[Row]):
 
 @cache
 def group_limit(length: int, spread: float) -> int:
-    """The longest row that shares storage with one of `length`."""
     limit = GROUPED_TOKENS
     while limit < length:
         limit = _rounded(spread * limit)
@@ -405,7 +396,6 @@ def group_limit(length: int, spread: float) -> int:
 
 
 def stored_tokens(lengths: Sequence[int], spread: float) -> int:
-    """Tokens of storage for rows of these lengths, admitted together."""
     groups: dict[int, list[int]] = {}
     for length in lengths:
         groups.setdefault(group_limit(length, spread), []).append(length)

@@ -29,14 +29,11 @@ NARROW = 3
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
     kinds: tuple[str, ...]
-    """transformers' `layer_types`."""
-
     width: int
     """Tokens of a window (including the newest) or chunk; 0 without local layers."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> LayerKinds:
-        """As transformers' caches infer them."""
         settings: Any = config.get_text_config()
         width: int = getattr(settings, "sliding_window", None) or 0
         chunk: int = getattr(settings, "attention_chunk_size", None) or 0
@@ -72,7 +69,6 @@ class LayerKinds:
 
 
 def is_local(config: PreTrainedConfig) -> bool:
-    """Whether a layer attends to only part of the text, or might."""
     settings: Any = config.get_text_config()
     kinds: list[str] | None = getattr(settings, "layer_types", None) or getattr(
         settings, "attention_layers", None
@@ -84,7 +80,6 @@ def is_local(config: PreTrainedConfig) -> bool:
 
 @contextmanager
 def narrowed_windows(model: PreTrainedModel) -> Generator[None]:
-    """Narrow the windows of `model` to at most `NARROW` tokens."""
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     with ExitStack() as undo:
         for holder in holders:

@@ -147,7 +147,6 @@ class LoraBase:
                 self._peft.delete_adapter(self._unused.popleft())
 
     def _slot(self, settings: LoraSettings) -> str:
-        """The tree's adapter for decoders with these targets."""
         if settings.targets not in self._slots:
             self._slots[settings.targets] = self._add(replace(settings, rank=1))
         return self._slots[settings.targets]
@@ -180,7 +179,7 @@ class LoraBase:
 
 
 class Adapter(Weights):
-    """One run's adapter. The base drops its tensors some time after garbage collection."""
+    """The base drops its tensors some time after it is garbage-collected."""
 
     def __init__(self, base: LoraBase, name: str, settings: LoraSettings) -> None:
         self.base, self.model = base, base.model
@@ -249,7 +248,6 @@ class Adapter(Weights):
         return [path for path, layer in self._layers.items() if not isinstance(layer, ParamWrapper)]
 
     def exaggerate(self) -> None:
-        """Change every module randomly, by `CANARY_SHARE` of its norm."""
         random = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for path, (a, b) in self._factors().items():
@@ -298,12 +296,10 @@ def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 
 
 def target_parameters(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """PEFT's names of experts' weights, such as `experts.down_proj`."""
     return list(dict.fromkeys(name for name, _ in expert_weights(model, targets)))
 
 
 def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """(name, weight (experts, ...)), if `targets` name experts."""
     found: list[tuple[str, Tensor]] = []
     for path, module in model.named_modules() if {"mlp", EXPERTS} & set(targets) else ():
         owner = path.replace(".base_layer", "").rpartition(".")[2]

@@ -128,7 +128,6 @@ class Loss:
 
     @property
     def known(self) -> Mapping[str, float]:
-        """All keys of `loss_fn_config`, with defaults."""
         return {**(TERMS if self.inputs >= POLICY_INPUTS else {}), **self.settings}
 
     def configured(self, name: str, config: Mapping[str, float | str] | None) -> ConfiguredLoss:
@@ -300,7 +299,6 @@ def _sequence_means(values: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tenso
 
 
 def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Current probability over the sampler's."""
     # Positions that do not train may have any logprob; their ratio is 1.
     return _exp(torch.where(inputs[MASK], logprobs - inputs["logprobs"], 0.0))
 

@@ -27,8 +27,6 @@ class Memory:
     """The model, rotary tables and, if all weights train, the samplers' copies."""
 
     adapters: int
-    """Including the samplers' copies."""
-
     moments: int
     gradients: int
     activations: int
@@ -54,36 +52,28 @@ class Memory:
 
     @property
     def training(self) -> int:
-        """Without sampling."""
         return self.held + self.activations + self.logits
 
     @property
     def sampling(self) -> int:
-        """Without training."""
         return self.weights + self.adapters + self.kv_cache + self.decoding
 
     @property
     def total(self) -> int:
-        """Of an engine that alternates between both."""
         return self.held + self.kv_cache + max(self.activations + self.logits, self.decoding)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     tokens: int
-    """Of a microbatch, including padding."""
-
     logits_rows: int
     """Tokens with logits in memory at once (`decoder.logits_rows`)."""
 
     activation_checkpointing: bool = False
     samplers: int = 0
-    """Policy versions that can be sampled from."""
-
     rows: int = 0
     prompt: int = 0
     length: int = 0
-    """Of prompt and reply together."""
 
 
 def peak_memory(
@@ -118,7 +108,6 @@ def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workl
 
 
 def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
-    """Number of parameters, and whether some are the head's."""
     # It imports PEFT, which takes half a second.
     from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
 
@@ -175,7 +164,6 @@ def available_memory(device: str) -> int | None:
 
 
 def frozen_memory(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of a frozen model, next to the one that trains."""
     w = _Widths.of(_empty(config))
     return dtype.itemsize * w.parameters + w.tables(dtype.itemsize)
 
@@ -200,11 +188,7 @@ class _Widths:
     D: int
     positions: int
     kept: int
-    """Channels of a token's keys and values in a layer."""
-
     normalized: int
-    """Q + K if heads are normalized, else 0."""
-
     parameters: int
     tied: bool
     fused: bool

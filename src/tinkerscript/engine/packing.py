@@ -70,7 +70,6 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether the row has no branches, so that causal attention is correct."""
         return bool(self.depths[-1] == self.size - 1)
 
     @property
@@ -95,7 +94,6 @@ class TokenTree:
         return seen
 
     def grow(self, index: int, ids: Ints, shared: int) -> None:
-        """Add a sequence that shares its first `shared` tokens with the last one."""
         begin, new = self.size, len(ids) - shared
         start = self.paths[-1][1][:shared] if self.paths else np.empty(0, np.int64)
         self.paths.append((index, np.concatenate([start, np.arange(begin, begin + new)])))

@@ -29,8 +29,6 @@ WORTH_TOKENS = 64
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     logits: Tensor
-    """(V,): after the last token."""
-
     state: RowState
 
 
@@ -42,11 +40,7 @@ class _Node:
 
     parent: _Node | None
     is_end: bool
-    """Whether a kept text ends here."""
-
     logits: Tensor | None = None
-    """After the last id, if a prompt ends here."""
-
     children: dict[int, _Node] = field(default_factory=dict[int, "_Node"])
     used: int = 0
     bytes: int = 0
@@ -85,7 +79,6 @@ class PrefixStore:
         return Prefilled(path[-1].logits, joined([node.state for node in path]))
 
     def worth(self, ids: Ids) -> int:
-        """Length of the prefix to continue from."""
         return self._usable(ids)[1]
 
     def longest(self, ids: Ids) -> tuple[int, RowState | None]:
@@ -151,7 +144,6 @@ class PrefixStore:
         return path, sum(len(node.ids) for node in path)
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Split a node after `at` ids. Returns the first part."""
         assert node.parent is not None
         upper = _Node(node.ids[:at], _without_ends(cut(node.state, 0, at)), node.parent, is_end=False)
         node.ids, node.state, node.parent = node.ids[at:], cut(node.state, at), upper
@@ -183,7 +175,6 @@ def _over(path: list[_Node], found: int) -> int:
 
 
 def _common(ids: Ids, others: Ids, begin: int) -> int:
-    """Length of the common prefix of `ids` and others[begin:]."""
     there = others[begin : begin + len(ids)]
     if there == ids:
         return len(ids)

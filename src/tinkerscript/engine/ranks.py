@@ -46,7 +46,7 @@ CONTROL_KEY = "tinkerscript/control"
 """Key of rank 0's address in torch's store."""
 
 START_S = 600.0
-"""For all ranks to load the model."""
+"""Time for all ranks to load the model."""
 
 GROUP_TIMEOUT_S = 600.0
 """For collective operations."""
@@ -55,7 +55,7 @@ NAMING_S = 5.0
 """How long a failed operation waits for news of a dead rank."""
 
 RANK_GRACE_S = ORPHAN_GRACE_S + 1
-"""For a follower to exit by itself."""
+"""Time for a follower to exit by itself."""
 
 ANSWER_POLL_S = 0.02
 """Interval at which sampling runs while rank 0 waits."""
@@ -68,8 +68,6 @@ T = TypeVar("T")
 class RankSpec:
     folder: Path
     device: str
-    """`cpu`, or `cuda` with one GPU per rank."""
-
     dtype: torch.dtype
     autocast: torch.dtype
     lora: LoraSettings | None
@@ -116,8 +114,6 @@ class Ranks:
         """Start the followers, which log to `log_dir`, or wait for a launcher's."""
         self.size, self.spec = size, spec
         self.failure: Future[None] = Future()
-        """Gets the EngineError that ended the ranks."""
-
         self._answers: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._answered: dict[int, Any] = {}
         self._connections: dict[int, Connection] = {}
@@ -255,7 +251,6 @@ class Ranks:
         self._lose(rank, f"ended ({end}); the end of {log}:\n{last_lines(log)}")
 
     def _admit(self) -> None:
-        """Each follower sends its rank, gets the spec, and reports when loaded."""
         while len(self._connections) < self.size - 1:
             try:
                 connection = self._listener.accept()

@@ -56,16 +56,12 @@ class SampledRow:
     """`stop`, `length`, or `cut` (`RunningBatch.cut`)."""
 
     top: list[Alternatives]
-    """One per sampled id, if the request asked for alternatives."""
-
     constrained: bytes = b""
     """`sampling.FREE`, `CUT` or `FORCED` per sampled id, with a grammar."""
 
 
 @dataclass(slots=True)
 class Request:
-    """`num_samples` rows over one prompt."""
-
     prompt: Ids
     num_samples: int
     max_tokens: int
@@ -102,8 +98,6 @@ class RunningRow:
     index: int
     random: np.random.Generator | None = None
     admitted: int = 0
-    """Higher for later rows."""
-
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     top: list[Alternatives] = field(default_factory=list[Alternatives])
@@ -258,7 +252,7 @@ class RunningBatch:
                 return
 
     def _admissible(self) -> list[RunningRow]:
-        """The first waiting rows that probably have room; prefilling tells exactly."""
+        """Prefilling tells exactly how many waiting rows have room."""
         found: list[RunningRow] = []
         wanted = 0
         for row in islice(self._waiting, self._max_rows - len(self._cache.rows)):
@@ -296,7 +290,6 @@ class RunningBatch:
         return found
 
     def _batch_with(self, sequence: Ids, sequences: list[Ids], found: Container[Ids]) -> list[Ids]:
-        """`sequence`, and others of similar length without a known prefix."""
         others = [each for each in sequences if each not in found]
         fresh = [each for each in others if not self._is_long(each) and not self._worth(each)]
         return next(batch for batch in _similar_lengths(fresh) if sequence in batch)
@@ -326,7 +319,7 @@ class RunningBatch:
         return {sequence: self._kept(sequence, logits[0], state)}
 
     def _prefill_each(self, sequences: list[Ids]) -> dict[Ids, Prefilled | Exception]:
-        """Prefill sequences together, or if that fails one by one, to find the faulty ones."""
+        """If prefilling together fails, prefill one by one to find the faulty sequences."""
         try:
             logits, states = self._prefill(sequences)
         except Exception as error:  # noqa: BLE001 - the request's future carries it
@@ -341,7 +334,6 @@ class RunningBatch:
     def _prefill(
         self, parts: list[Ids], past: RowState | None = None, begin: int = 0
     ) -> tuple[Tensor, list[RowState]]:
-        """The last part is the longest."""
         lengths = torch.tensor([len(part) for part in parts], device=self._device)
         ids = torch.zeros(len(parts), len(parts[-1]), dtype=torch.long)
         for i, part in enumerate(parts):

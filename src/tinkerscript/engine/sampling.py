@@ -137,7 +137,6 @@ class PromptScores:
     """[P, K], `NO_LOGPROB` where not scored"""
 
     chosen: NDArray[np.float32] | None
-    """One per `chosen` pair"""
 
 
 @torch.inference_mode()

@@ -112,7 +112,6 @@ class EmbeddedSamplingClient:
         self._context.thread.cut(self._batch)
 
     def compile_grammar(self, grammar: str) -> None:
-        """Compile and cache. Raises GrammarError."""
         self._context.grammars.matcher(grammar)
 
     async def sample_async(

@@ -29,8 +29,6 @@ class _Captured:
     """(room,): the newest token in each place for a row, in all groups; arbitrary without a row."""
 
     lengths: Tensor
-    """(room,)"""
-
     logits: Tensor
     """(room, V): written by `replay`."""
 

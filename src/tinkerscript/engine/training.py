@@ -79,8 +79,6 @@ class Weights(ABC):
     """The weights of one run: a whole model's, or a LoRA adapter's over a shared base."""
 
     model: PreTrainedModel
-    """Has these weights after `activate`."""
-
     parameters: list[Parameter]
 
     @abstractmethod
@@ -101,8 +99,6 @@ class Weights(ABC):
 
 
 class AllWeights(Weights):
-    """All weights of a model that no other run uses."""
-
     def __init__(
         self, model: PreTrainedModel, make_decoder: Callable[[PreTrainedModel], Decoder] = HubDecoder
     ) -> None:
@@ -392,7 +388,6 @@ class Trainer:
         return tensor
 
     def _clipped_norm(self, limit: float) -> float:
-        """Scale the gradient down to `limit`. Returns the norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.weights.parameters, limit, foreach=True))
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -508,7 +503,6 @@ class EmbeddedTrainingClient:
         return self._context.run(job)
 
     def save_to(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> Future[None]:
-        """`notes`: text files to add, by name."""
         return self._context.thread.call(lambda: self._save(target, optimizer=optimizer, notes=notes))
 
     def _save(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> None:
@@ -525,5 +519,4 @@ class EmbeddedTrainingClient:
         return self._context.run(lambda: self._trainer.load(Path(path), optimizer=True))
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
-        """A sampling client over a copy of the current weights."""
         return self._context.run(lambda: freeze(self._context, self._trainer.weights.decoder))

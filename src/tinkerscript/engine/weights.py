@@ -88,7 +88,6 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
 
 
 def load_same_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Raises EngineError for weights that do not fit `model`."""
     other = load_model(folder, device=str(model.device))
     mine, theirs = model.config.get_text_config(), other.config.get_text_config()
     differing = [name for name in _IDENTITY if getattr(mine, name, None) != getattr(theirs, name, None)]

@@ -63,8 +63,6 @@ SECRET_FILE = "server.secret"
 class InterchangeServer:
     app: ASGIApp
     api: FastAPI
-    """The FastAPI app behind `app`, which documents all routes."""
-
     link: ServerLink
     interchange: Interchange
     trainer: TrainerMessageHandler

@@ -99,7 +99,7 @@ class Clients:
         return name if slash and name in self._max_claims else ""
 
     def owner(self, client_uuid: str, account: str) -> str:
-        """`account`: empty for the shared token.
+        """`account` is empty for the shared token.
 
         Raises UnauthorizedError 403 for a name of another token.
         """
@@ -121,7 +121,6 @@ class Clients:
             )
 
     def free_claims(self, client: str) -> float:
-        """Claims that the client's token still allows; infinity for the shared one."""
         name = self.account(client)
         return max(0, self._max_claims[name] - self._held[name]) if name else math.inf
 
@@ -137,7 +136,7 @@ class Clients:
 
     @contextmanager
     def waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> Generator[None]:
-        """Raises QuotaError."""
+        """Raises QuotaError if the client waits too often."""
         self.check_waiting(client, what)
         key = self.account(client), what
         self._waiting[key] += 1
@@ -181,7 +180,7 @@ class Clients:
                 self._quarantined.pop(name, None)
 
     def failed(self, client: str, message: str) -> list[str]:
-        """Returns newly quarantined names."""
+        """Return the names that this failure puts in quarantine."""
         now, caught = self._clock(), list[str]()
         for name in self._names_of(client):
             record = self.seen(name)
@@ -210,7 +209,7 @@ class Clients:
         return record.failures >= MIN_FAILURES and (1 - rate) ** record.failures < CHANCE
 
     def stop(self, name: str) -> None:
-        """Until a restart. `NAME/` stops an account."""
+        """Stop a client until a restart. `NAME/` stops an account."""
         record = self._quarantined[name] = self.seen(name)
         record.quarantined_until = math.inf
 
@@ -282,7 +281,7 @@ class RunEnd:
             self._wake()
 
     def close(self) -> None:
-        """The server shuts down."""
+        """Wake everyone for the server's shutdown."""
         self._closing = True
         self._wake()
 
@@ -292,7 +291,7 @@ class RunEnd:
             self._wake()
 
     async def wait(self, client: str, wait_s: float) -> bool:
-        """Returns whether the run is finished, after at most `wait_s` seconds."""
+        """Return whether the run is finished, after at most `wait_s` seconds."""
         self._clients.seen(client)
         try:
             async with asyncio.timeout(wait_s):
@@ -305,7 +304,7 @@ class RunEnd:
         return self.is_here
 
     async def known_to_all(self) -> None:
-        """Wait at most `shutdown_s` seconds."""
+        """Wait at most `shutdown_s` seconds until every client knows."""
         try:
             async with asyncio.timeout(self._shutdown_s):
                 while self.is_here and self._unaware:

@@ -54,8 +54,6 @@ class AskBegin(Tagged, frozen=True):
 
 
 class CallOver(Tagged, frozen=True):
-    """The call of an `AskBegin` is over, or was never made."""
-
     ask_id: int
 
 
@@ -79,8 +77,6 @@ FromGateway = Ready | Ask | CallOver | Sample | CancelSample
 
 class Setup(Tagged, frozen=True):
     config: bytes
-    """`RunConfig` as JSON."""
-
     any_host: bool
     """See `asgi.problem_with_site`."""
 
@@ -119,7 +115,7 @@ class Channel(asyncio.Protocol):
     def __init__(
         self, kind: Any, handle: Callable[[Any], None], closed: Callable[[], None] = lambda: None
     ) -> None:
-        """`kind`: `FromGateway` or `ToGateway`. `closed` is called at the end."""
+        """`kind` is `FromGateway` or `ToGateway`. `closed` is called at the end."""
         self.connected = False
         self._decode = msgspec.msgpack.Decoder(list[kind]).decode
         self._handle = handle
@@ -151,7 +147,7 @@ class Channel(asyncio.Protocol):
         del self._buffer[:start]
 
     def send(self, message: Tagged) -> None:
-        """Together with this event-loop iteration's other messages."""
+        """Send together with this event-loop iteration's other messages."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
@@ -220,7 +216,7 @@ class RemoteClaims(ClaimBook):
             del self._asked[ask.ask_id]
 
     def answered(self, answer: Answer | AskRefused) -> None:
-        """Does nothing if the caller is gone."""
+        """Deliver an answer, unless the caller is gone."""
         asked = self._asked.get(answer.ask_id)
         if asked is None or asked.done():
             return

@@ -80,7 +80,7 @@ class GatewayChild:
             self._channel.send(StopServing())
 
     async def run(self) -> None:
-        """Until `stop`. If cancelled, kill it."""
+        """Keep it running until `stop`. If cancelled, kill it."""
         pause_s = RESTART_PAUSE_S
         while not self._closing:
             try:
@@ -113,7 +113,7 @@ class GatewayChild:
             await asyncio.shield(serving)  # If cancelled, it would leave sockets open.
 
     async def _run_once(self) -> tuple[bool, str]:
-        """Returns whether it served, and how it ended."""
+        """Return whether it served, and how it ended."""
         began, served = time.monotonic(), False
         ours, theirs = socket.socketpair()
 
@@ -210,7 +210,6 @@ class GatewayProcesses:
             child.stop()
 
     async def ended(self) -> None:
-        """Return when `run` has ended, or its time for open requests is over."""
         try:
             async with asyncio.timeout(2 * GRACE_S):
                 await self._ended.wait()

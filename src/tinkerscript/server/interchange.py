@@ -74,11 +74,8 @@ class EngineState:
     """None: all may train."""
 
     client_samples: bool = True
-    """Whether samples that clients register may train."""
-
     batch: BatchProgress | None = None
     booting: bool = False
-    """A trainer was started and has not reported yet."""
 
 
 class Interchange:
@@ -103,8 +100,6 @@ class Interchange:
         self.book = book
         self.engine = EngineState()
         self.on_ended: Callable[[list[int]], None] = lambda numbers: None
-        """Gets the end numbers of episodes in order, after the commit."""
-
         self.committed_end = 0
         self._last_end = 0
         self._ledger = ledger
@@ -124,8 +119,6 @@ class Interchange:
         metrics.watch("rolling", "Whether episodes are handed out.", lambda: engine.status == ROLLING)
         metrics.watch("run_finished", "Whether the run is finished.", lambda: engine.run_finished)
         self._pools_ahead: frozenset[str] = frozenset()
-        """Clients' pools too far ahead of the trainer to get more claims."""
-
         self._status_changed = asyncio.Event()
         self._earlier_deadline = asyncio.Event()
         self._next_expiry: float | None = None
@@ -148,7 +141,7 @@ class Interchange:
             await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
 
     async def empty(self, uuids: Sequence[str]) -> set[str]:
-        """`EpisodeBook.empty`, also for episodes that only the ledger has. Raises StoreError."""
+        """Empty episodes, also ones that only the ledger has. Raises StoreError."""
         await self.recall(uuids)
         return self.book.empty(uuids)
 
@@ -195,7 +188,6 @@ class Interchange:
                 del self._polling[client]
 
     def close(self) -> None:
-        """The server shuts down."""
         self._closing = True
         self._long_polls.notify_all()
         self.run_end.close()
@@ -256,7 +248,7 @@ class Interchange:
         self.on_ended(numbers)
 
     async def commit(self) -> None:
-        """Returns once all changes so far are committed. Raises StoreError."""
+        """Return once all changes so far are committed. Raises StoreError."""
         self.settle()
         await self._ledger.durable()
 
@@ -399,7 +391,6 @@ class Interchange:
 
     @property
     def _trains_too_late(self) -> bool:
-        """Whether current samples would be too old when they train."""
         usable = self.engine.usable_versions
         return usable is not None and self.engine.policy_version not in usable
 
@@ -489,7 +480,7 @@ class Interchange:
     # The engine
 
     def sample_without_trainer(self, model: str) -> None:
-        """An inference server samples."""
+        """Hand out episodes without a trainer: an inference server samples."""
         self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)
@@ -499,14 +490,14 @@ class Interchange:
         return self.engine.client_samples
 
     def trainer_starts(self) -> None:
-        """It boots until it reports or ends."""
+        """Note that a trainer boots, until it reports or ends."""
         self.engine.booting = True
         self.engine.run_finished, self.engine.failure = False, ""
         self.run_end.set(False)
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
-        """It is silent, or ended with `failure`."""
+        """Note that the trainer is silent, or ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
@@ -540,7 +531,7 @@ class Interchange:
         self.set_status(hello.engine_status)
 
     def set_status(self, status: EngineStatus) -> None:
-        """Claims wait unless it is ROLLING."""
+        """Claims wait unless the status is ROLLING."""
         if status != self.engine.status:
             logger.info("engine.status from=%s to=%s", self.engine.status, status)
             self.engine.status = status
@@ -548,7 +539,7 @@ class Interchange:
             self._long_polls.notify_all()
 
     async def offline(self) -> None:
-        """For one task at a time."""
+        """Return when the engine is OFFLINE. For one task at a time."""
         while self.engine.status != "ENGINE.OFFLINE":
             self._status_changed.clear()
             await self._status_changed.wait()
@@ -556,7 +547,7 @@ class Interchange:
     # Leases
 
     async def _expire_leases(self) -> None:
-        """At each deadline, or earlier if a new one appears."""
+        """Wake up at each deadline, or earlier if a new one appears."""
         while True:
             self._earlier_deadline.clear()
             self._next_expiry = self.book.leases.next_deadline()
@@ -592,7 +583,7 @@ WHERE sequence > ? AND (consumed = 0 OR end_number > ?
 
 
 async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
-    """Open episodes, and the last `kept` consumed ones without payload and result."""
+    """Read open episodes, and the last `kept` consumed ones without payload and result."""
     ((last_sequence, last_end),) = await ledger.read(
         "SELECT (SELECT coalesce(max(sequence), 0) FROM {s}episodes), "
         "(SELECT coalesce(max(end_number), 0) FROM {s}episodes)"

@@ -59,7 +59,6 @@ class ServerMetrics:
         return Counter(f"tinkerscript_{name}", text, registry=self._registry)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Read at each scrape."""
         Gauge(f"tinkerscript_{name}", text, registry=self._registry).set_function(value)
 
     def count_claim(self) -> None:

@@ -144,7 +144,6 @@ async def running_server(
 
 
 def _check_certificate(section: InterchangeConfig) -> None:
-    """Raise ConfigError for an unusable certificate or key."""
     if not section.tls_certificate:
         return
     try:
@@ -240,7 +239,7 @@ class _Terms:
         self._served = False
 
     async def run(self) -> None:
-        """Raises ConfigError, and the error of an unshared ledger."""
+        """Serve until cancelled. Raises ConfigError, and the error of an unshared ledger."""
         said = ""
         try:
             while True:
@@ -266,7 +265,7 @@ class _Terms:
                 await asyncio.gather(self._serving, return_exceptions=True)
 
     async def finish_requests(self) -> None:
-        """Running requests still need the background tasks."""
+        """Finish running requests, which still need the background tasks."""
         if self._gate.server is not None:
             await self._gate.server.until_end_is_known()
         self._gate.stop_waiting()
@@ -328,7 +327,6 @@ class _Terms:
 
 
 def _certificate(section: InterchangeConfig) -> str:
-    """Absolute, for processes in other folders. Empty without one."""
     return os.path.abspath(section.tls_certificate) if section.tls_certificate else ""
 
 
@@ -357,7 +355,7 @@ async def _first_error(*tasks: asyncio.Task[None]) -> None:
 
 
 def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> None:
-    """Until stopped (`tinkerscript server`).
+    """Serve until stopped (`tinkerscript server`).
 
     Raises ConfigError and StoreError; exits with `DISK_FULL` for a full disk.
     """

@@ -74,7 +74,7 @@ OVERHEAD = 1024  # Upper bound of a message's bytes around each call, and the re
 
 
 class LastCommit(msgspec.Struct, frozen=True):
-    """A trainer's newest commit, stored in its transaction."""
+    """Stored in the transaction of the commit's rows."""
 
     trainer: str = ""
     number: int = 0
@@ -153,7 +153,7 @@ class TrainerMessageHandler:
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Use once."""
+        """Serve the link. Use once."""
         async with self._tasks as tasks:
             tasks.create_task(self._link.run(self.handle))
             tasks.create_task(self._outcomes.run())
@@ -349,8 +349,6 @@ class OutcomeStream:
         self._follows = False
         self._waiting: deque[int] = deque()
         self._position = self._sent = 0
-        """Last end numbers taken, and sent."""
-
         self._under_way: deque[tuple[int, int]] = deque()
         """End number and size of outcomes sent after the position."""
 
@@ -392,7 +390,7 @@ class OutcomeStream:
             self._changed.set()
 
     async def run(self) -> None:
-        """Raises StoreError."""
+        """Send until cancelled. Raises StoreError."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -514,8 +512,6 @@ def _within_64_bits(digits: str) -> int | float:
 
 
 class _Output(msgspec.Struct):
-    """What the trainer gets of a `WorkflowOutput` besides the reward."""
-
     role_rewards: dict[str, float] = {}
     call_rewards: dict[str, float] = {}
     metadata: dict[str, object] = {}

@@ -41,8 +41,6 @@ class TrainedModel:
     tokenizer: str = ""
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
     is_embedded: bool = True
-    """Whether the engine takes the inputs `mask` and `temperatures`."""
-
     scales_logits: bool = True
     """Whether tokens are scored at their sampling temperatures."""
 
@@ -71,8 +69,6 @@ class AlignmentCheck:
         self._config = config
         self._model = model
         self.left_out: set[str] = set()
-        """Uuids of episodes with a misaligned sequence."""
-
         self.reasons: dict[int, str] = {}
         """`id(rollout)` -> why it failed."""
 
@@ -168,7 +164,6 @@ class AlignmentCheck:
         return self._config.max_mean_dlogp
 
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
-        """Add the gaps to the report by lag. Returns the gap at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
         compared = rollout.sampled.copy()
         for segment in rollout.segments:
@@ -196,7 +191,6 @@ class AlignmentCheck:
         *,
         is_older: bool = False,
     ) -> list[Pair]:
-        """Spans from current (or older) weights, with both sides' logprobs."""
         spans = [
             span
             for segment in rollout.segments

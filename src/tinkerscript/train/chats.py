@@ -33,7 +33,7 @@ class SupervisedExample:
 
     sequences: Sequence[tinker.Datum]
     about: Hashable
-    """Examples about the same are held out together."""
+    """Examples with equal `about` are held out together."""
 
     rejected: Sequence[tinker.Datum] = ()
     episodes: tuple[str, ...] = ()
@@ -57,8 +57,6 @@ class Chats:
     train: Sequence[SupervisedExample]
     held_out: Sequence[SupervisedExample]
     left_out: int
-    """Longer than `sft.max_tokens`, or with errors."""
-
     batch_size: int
     epochs: int
     seed: int
@@ -82,7 +80,7 @@ class Chats:
         return 1 + max(datum.model_input.length for datum in every)
 
     def batch(self, step: int) -> list[SupervisedExample]:
-        """From 1. Each epoch is reshuffled; its last batch may be smaller."""
+        """Steps count from 1. Each epoch is reshuffled; its last batch may be smaller."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.train)), len(self.train))
         chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
@@ -122,13 +120,11 @@ def divided(
 
 
 def evenly_weighted(datums: Datums) -> Datums:
-    """Make the summed loss the mean nll of the trained tokens."""
     total = sum(trained_weight(datum) for datum in datums)
     return [weighted(datum, 1 / total) for datum in datums]
 
 
 def trained_weight(datum: tinker.Datum) -> float:
-    """If each has weight 1."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 

@@ -48,8 +48,6 @@ class Group:
     group_id: str
     size: int
     started: int = 0
-    """Training steps behind the newest weights when it started."""
-
     payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
     outcomes: dict[str, Outcome | None] = field(default_factory=dict[str, Outcome | None])
     """By episode uuid; None while running."""
@@ -82,7 +80,7 @@ class Batch:
     def __init__(
         self, label: str, *, rule: BatchRule = "groups", needed: int = 0, by_call: bool = True
     ) -> None:
-        """`rule`: which complete groups count; `needed`: how many (0: all)."""
+        """`rule` says which complete groups count, `needed` how many (0: all)."""
         self.label = label
         self.groups: dict[str, Group] = {}
         self._rule: BatchRule = rule
@@ -142,7 +140,6 @@ class Batch:
         return len(self.counted) >= self._needed
 
     def progress(self, groups_ahead: dict[str, int]) -> BatchProgress:
-        """`groups_ahead`: complete groups per pool for a later batch."""
         return BatchProgress(
             label=self.label,
             rule=self._rule,
@@ -195,13 +192,9 @@ class Collector:
     source: EpisodeSource
     progress: ProgressReporter
     group_size: int
-    """Default for clients' groups that state no size."""
-
     client_samples: bool = True
     seen: Callable[[Outcome], None] | None = None
     slots: int = 0
-    """Episodes that the run's workers can hold. 0: unknown."""
-
     scores: Collection[str] = ()
     judge: GroupJudge | None = None
     """Rewards complete groups; None: programs reward their episodes."""
@@ -229,7 +222,7 @@ class Collector:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """An error is also raised in everything that waits."""
+        """Receive outcomes. An error is also raised in everything that waits."""
         judging = set[asyncio.Task[None]]()
         try:
             while True:
@@ -247,7 +240,7 @@ class Collector:
             await asyncio.gather(*judging, return_exceptions=True)
 
     async def _judged(self, group: Group, then: Callable[[], object]) -> None:
-        """If the judge fails, the group fails."""
+        """Reward a group. If the judge fails, the group fails."""
         assert self.judge is not None
         accepted, row = group.accepted, partial(VerdictRow, time=time.time())
         try:
@@ -279,7 +272,6 @@ class Collector:
         self._received.set()
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
-        """Outcomes that nothing waits for are recorded as left out."""
         left_out = list[TrainedRow]()
         for result in outcomes:
             outcome = usable(result, self.scores)
@@ -351,7 +343,6 @@ class Collector:
         await self.source.start(episodes, step=step)
 
     def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """`step`: the first that could train on them."""
         for episode in episodes:
             self._waiting[episode.episode_uuid] = batch.plan(episode, started=step - 1)
             self._running[episode.episode_uuid] = step

@@ -41,7 +41,6 @@ class Curriculum:
     config: CurriculumConfig
     seed: int
     rates: dict[str, float] = field(default_factory=dict[str, float])
-    """`key_of` a sample's payload -> pass rate."""
 
     def __post_init__(self) -> None:
         self._passed_over = 0

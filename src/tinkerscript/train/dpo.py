@@ -51,8 +51,6 @@ class PairLosses:
 
 
 class Dpo:
-    """`start`: log probabilities under the start policy."""
-
     def __init__(self, start: ReferenceLogprobs, beta: float) -> None:
         self._start, self._beta = start, beta
 

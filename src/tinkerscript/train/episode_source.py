@@ -23,11 +23,7 @@ class PlannedEpisode:
     """`task`: its name; `sample`: the Inspect sample as JSON."""
 
     position: int = -1
-    """In the training order; -1 for an evaluation."""
-
     label: str = ""
-    """The evaluation's label."""
-
     episode_uuid: str = field(default_factory=lambda: uuid4().hex)
 
 
@@ -67,7 +63,6 @@ class EpisodeSource:
         return await self._link.outcomes()
 
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
-        """Each still gets an outcome: cancelled, or an earlier result."""
         if episode_uuids:
             self._link.cancel(episode_uuids, reason)
 
@@ -75,12 +70,12 @@ class EpisodeSource:
         self._link.note(rows)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Returns once all rows so far are committed."""
+        """Return once all rows so far are committed."""
         await self._link.commit(rows)
 
     def set_status(self, **changed: Any) -> None:
         self._link.set_status(**changed)
 
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
-        """Report the current batch. `at_once`: do not wait for the next regular report."""
+        """`at_once`: do not wait for the next regular report."""
         self._link.set_batch(batch, at_once=at_once)

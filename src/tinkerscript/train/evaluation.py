@@ -46,7 +46,6 @@ class RunningEvaluation:
     batch: Batch
     pin: ExitStack
     is_awaited: bool = False
-    """Whether training waits for it, with all workers."""
 
     @property
     def in_flight(self) -> int:
@@ -99,17 +98,17 @@ class Evaluator:
         await self._wait()
 
     async def during(self, step: int, *, steps: int) -> None:
-        """Also waits until the sampler can hold all unfinished versions."""
+        """Start a due evaluation, and wait until the sampler can hold all unfinished versions."""
         if self.is_due(step, steps=steps):
             await self._begin(f"step-{step}", step, self.config.interim_episodes)
         await self._wait(at_most=self.policy.holds)
 
     async def again(self, step: int) -> None:
-        """The weights of `step` must be the newest."""
+        """Restart an interrupted evaluation. The weights of `step` must be the newest."""
         await self._begin(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
-        """Evaluates again if the run was extended, and waits for all evaluations."""
+        """Evaluate the final weights, again if the run was extended, and wait for all evaluations."""
         if (done := self.finished.get("after")) and done.step != step:
             del self.finished["after"]
         await self._begin("after", step, self.config.episodes)
@@ -126,7 +125,6 @@ class Evaluator:
         return self.is_due(step, steps=steps) and self.policy.holds > 0
 
     def needed(self, steps: Collection[int]) -> set[int]:
-        """Steps with checkpoints to keep: the best score, and unfinished evaluations."""
         scored = [(each.score, each.step) for each in self.finished.values() if each.score is not None]
         best = max((each for each in scored if each[1] in steps), default=None)
         return {each.step for each in self._begun} | ({best[1]} if best else set[int]())

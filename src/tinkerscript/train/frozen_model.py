@@ -171,7 +171,7 @@ class ServedFrozenModel(FrozenModel):
         return sample.scores
 
     def _tell(self, reason: str, now: float) -> None:
-        """Once for all concurrent requests. An empty `reason` ends the wait."""
+        """Report a wait once for all concurrent requests. An empty `reason` ends it."""
         if reason and (not self._noted or now - self._noted >= RETRY_NOTE_S):
             self._noted = now
             self.note(f"waiting for {self._name}: {reason}")

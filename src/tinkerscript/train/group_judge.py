@@ -53,16 +53,12 @@ class JudgedEpisode:
 
     is_success: bool | None
     messages: Sequence[Message]
-    """The last conversation in OpenAI's format, with its reply."""
-
     metadata: Mapping[str, Any]
     log_metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedGroup:
-    """The episodes of one sample that have a result."""
-
     group_id: str
     payload: Mapping[str, Any]
     episodes: Sequence[JudgedEpisode]
@@ -84,7 +80,6 @@ class GroupJudge:
     function: JudgeFunction
     ask: Ask
     known: Mapping[int, float] = field(default_factory=dict[int, float])
-    """Verdicts in the ledger, by episode number."""
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(JUDGED_AT_ONCE)
@@ -234,7 +229,7 @@ def _text(messages: Sequence[Message]) -> str:
 
 
 def _scores(reply: str, number: int) -> list[Verdict]:
-    """In the order of attempts. Raises ValueError, which quotes the reply."""
+    """Raises ValueError, which quotes the reply."""
     begin, end = reply.find("{"), reply.rfind("}")
     try:
         items = json.loads(reply[begin : end + 1])["scores"]

@@ -92,7 +92,7 @@ def holds_run(path: Path) -> bool:
 
 
 def _asked(ledger: Path, query: str) -> int:
-    """A query's number; 0 without tables. Raises ConfigError for an unreadable ledger."""
+    """Raises ConfigError for an unreadable ledger. The number is 0 without tables."""
     try:
         with closing(sqlite3.connect(ledger)) as run:
             has_tables = run.execute("SELECT 1 FROM sqlite_schema WHERE name = 'steps'").fetchone()
@@ -121,7 +121,6 @@ def write_manifest(checkpoint: Path, run_id: str) -> None:
 
 
 def damage_of(checkpoint: Path) -> str:
-    """What a checkpoint lacks, or empty."""
     manifest = _manifest(checkpoint)
     if not manifest:
         return f"no {MANIFEST}"

@@ -106,7 +106,6 @@ def _asked(messages: Sequence[ChatMessage]) -> str:
 
 
 def _scores(outcome: EpisodeAccepted) -> dict[str, Score]:
-    """Scores that our worker reports, or else the reward."""
     # Scripts may use these metadata names for other data, which is skipped.
     values = {
         name: value

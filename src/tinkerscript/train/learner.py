@@ -111,8 +111,6 @@ class Learner:
         self.groups: list[RolloutGroup] = []
         self.replayed: list[RolloutGroup] = []
         self.replayable: list[RolloutGroup] = []
-        """Groups with a gradient and no misaligned sequence."""
-
         self.stale: dict[str, str] = {}
         """Uuids of episodes too old to train, which still count in comparisons -> reason."""
 
@@ -291,7 +289,7 @@ class Learner:
         )
 
     def masks(self, rollout: Rollout) -> bool:
-        """Whether it carries no loss because its last reply was truncated."""
+        """Whether the sequence carries no loss because its last reply was truncated."""
         return self.config.mask_truncated and rollout.is_truncated
 
     def _weighted(self, groups: Sequence[RolloutGroup]) -> list[list[WeightedRollout]]:
@@ -344,7 +342,6 @@ class Learner:
         return [(item, of[id(item)]) for item in kept]
 
     def _takes_one_step(self, items: Sequence[WeightedRollout]) -> bool:
-        """Whether one pass can compare `items` and compute their gradient."""
         config = self.config
         return (
             self._is_embedded  # Tinker's services cannot drop a gradient.
@@ -369,7 +366,7 @@ class Learner:
         return [of[id(item.rollout)] for item in items]
 
     async def train(self, step: int) -> dict[str, float]:
-        """One optimizer step per minibatch and epoch. Returns their mean `train/` metrics."""
+        """Take one optimizer step per minibatch and epoch. Returns their mean `train/` metrics."""
         batch, self._batch = self._batch, []
         computed, self._computed = self._computed, None
         rate = learning_rate(self.config, step, steps=self.config.steps)
@@ -460,7 +457,6 @@ class Learner:
     async def _minibatch(
         self, part: list[WeightedRollout], rate: float, computed: tinker.ForwardBackwardOutput | None
     ) -> dict[str, float]:
-        """`computed`: output of `forward_backward`, if it already ran."""
         stepped = await optimizer_step(
             self.client,
             [] if computed else self._datums(part),

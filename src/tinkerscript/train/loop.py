@@ -88,7 +88,7 @@ class TrainingLoop:
         self._mid_step = False
 
     async def run(self) -> None:
-        """If the run ends between two steps, the last one is saved."""
+        """Run or resume. If the run ends between two steps, the last one is saved."""
         self._stream.restore(self.parts.history)
         beside = [asyncio.create_task(self._collector.run(), name="receive outcomes")]
         try:

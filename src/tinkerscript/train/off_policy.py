@@ -30,7 +30,6 @@ class Fresh:
 
     lags: LagCounts = field(default_factory=LagCounts)
     stale: dict[str, str] = field(default_factory=dict[str, str])
-    """Episode uuid -> why it is too old."""
 
     @property
     def all_stale(self) -> bool:
@@ -57,11 +56,10 @@ class PolicyLags:
         self._steps_of[version] = step
 
     def by_version(self, step: int) -> dict[int, int]:
-        """For weights with `step` steps behind them."""
         return {version: step - steps for version, steps in self._steps_of.items()}
 
     def usable(self, step: int) -> list[int] | None:
-        """None: all."""
+        """Versions that may train the weights of `step`; None: all."""
         if self._keeps_stale:
             return None
         return [version for version, lag in self.by_version(step).items() if lag <= self.max]
@@ -73,7 +71,6 @@ class PolicyLags:
         )
 
     def may_train(self, group: RolloutGroup, *, step: int) -> bool:
-        """Whether all episodes are recent enough to train again at `step`."""
         lags = self.of_group(group, step=step)
         return all(lag is not None and lag <= self._max_again for lag in lags)
 
@@ -139,7 +136,7 @@ class ReplayBuffer:
         self._stale = len(stale)
 
     def draw(self, step: int) -> list[RolloutGroup]:
-        """Without replacement, favoring newer groups."""
+        """Draw groups without replacement, favoring newer ones."""
         # The largest u ** (1 / weight) form such a weighted sample (Efraimidis and Spirakis 2006).
         uniform = random.Random(f"{self._seed}/{step}/replay")
         drawn = [

@@ -32,13 +32,10 @@ class OpenRun:
 
     progress: ProgressReporter
     history: History
-    """Where the run resumes; empty for a new run."""
-
     replayed: Sequence[EpisodeAccepted] = ()
 
     @asynccontextmanager
     async def backend(self, model: Path) -> AsyncGenerator[TrainerBackend]:
-        """Restored to the last checkpoint."""
         async with AsyncExitStack() as stack:
             opening = open_backend(
                 self.config.engine,

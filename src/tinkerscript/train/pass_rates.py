@@ -16,7 +16,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 def passes(outcome: EpisodeAccepted, pass_reward: float) -> bool:
-    """By its own report, or else by its reward."""
+    """An episode's own report counts before its reward."""
     return outcome.is_success if outcome.is_success is not None else outcome.reward >= pass_reward
 
 

@@ -43,7 +43,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 @dataclass(eq=False)
 class SeededSampler(Sampler):
-    """A backend's sampler for one policy version, with seeds. Belongs to one event loop."""
+    """Gives requests their seeds. Belongs to one event loop."""
 
     sampler: Sampler
     seed: int | None = field(kw_only=True)
@@ -98,7 +98,6 @@ class _Weights:
     key: str
     sampler: SeededSampler | None = None
     used: set[int] = field(default_factory=set[int])
-    """Seeds that the next sampler must skip."""
 
 
 class Policy:
@@ -205,7 +204,7 @@ class Policy:
         return version
 
     def resting(self) -> AbstractAsyncContextManager[None]:
-        """Model calls may wait in this context, because the weights train."""
+        """Let model calls wait while the weights train."""
         return self._own.publisher.resting()
 
     def note(self, outcome: Outcome) -> None:
@@ -273,7 +272,6 @@ class Policy:
     def _rest(
         self, request: SampleRequest, seed: int | None, index: int, whole: SampledSequence
     ) -> SampleRequest:
-        """The request for the rest of a cut choice. `seed` sampled its beginning."""
         if seed is not None:
             origin = f"{seed}/{index}/{self.version}/{len(whole.sampled)}"
             digest = hashlib.blake2b(origin.encode(), digest_size=4).digest()
@@ -288,7 +286,7 @@ class Policy:
         )
 
     async def failed(self) -> NoReturn:
-        """Raises the AlignmentError that breaks sampling."""
+        """Wait until sampling breaks, and raise its AlignmentError."""
         await self._broken.wait()
         assert self._fault is not None
         raise self._fault
@@ -311,8 +309,6 @@ def _joined(whole: SampledSequence, part: SampledSequence, version: int) -> Samp
 
 
 def _moved(progress: ProgressCallback, places: Sequence[tuple[int, int]]) -> ProgressCallback:
-    """Shift reports about parts. `places`: each part's choice, and the tokens before it."""
-
     def report(news: Progress) -> None:
         index, before = places[news.index]
         progress(structs.replace(news, index=index, offset=before + news.offset))

@@ -203,7 +203,7 @@ class _LateSampling:
 
 
 def _samples(config: RunConfig) -> TaskSamples | None:
-    """None if clients register their own. Raises ConfigError."""
+    """None if clients register samples. Raises ConfigError."""
     if config.all_tasks:
         return TaskSamples(config.all_tasks, seed=config.seed)
     if config.evaluation.episodes or config.workers.count:
@@ -483,7 +483,7 @@ async def _opened(
 
 
 async def _say_goodbye(link: TrainerLink, *, over: bool, failure: str) -> None:
-    """So that nothing waits for a timeout."""
+    """Tell the server why the trainer leaves, so that nothing waits for a timeout."""
     link.set_status(engine_status="ENGINE.OFFLINE", run_finished=over, failure=failure)
     try:
         async with asyncio.timeout(GOODBYE_S):

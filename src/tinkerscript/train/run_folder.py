@@ -95,7 +95,6 @@ class RunFolder:
         return self.checkpoints / ROLES / role
 
     def checkpoints_named(self, name: str) -> list[Path]:
-        """Of all policies, the run's own last."""
         return [*sorted(self.checkpoints.glob(f"{ROLES}/*/{name}")), self.checkpoints / name]
 
     def checkpoint_name(self, step: int) -> str:
@@ -155,7 +154,7 @@ class RunFolder:
             self._uploads.copy()
 
     def keep_checkpoints(self, number: int, *, needed: Collection[int] = ()) -> None:
-        """For each policy. Also keeps the `needed` ones."""
+        """Keep each policy's newest `number` step checkpoints, and the `needed` ones."""
         for folder in self._policies:
             for step, old in _made_in(folder)[:-number]:
                 if step not in needed:
@@ -244,7 +243,6 @@ class RunFolder:
 
 
 def steps_finished(run_dir: Path) -> int | None:
-    """None without a finished run."""
     path = run_dir / "summary.json"
     return int(json.loads(path.read_text())["steps"]) if path.exists() else None
 

@@ -70,8 +70,6 @@ class TaskSamples:
         ]
         self._schedule = _WeightedSchedule([task.weight for task in tasks])
         self.next_position = 0
-        """In the endless order of training samples."""
-
         self.again = list[int]()
         """Earlier positions to ask first, because resuming gave up their groups."""
 
@@ -100,7 +98,7 @@ class TaskSamples:
         return {"task": self.tasks[task], "sample": self._train[task].at(index)}
 
     def eval_episodes(self, *, label: str, count: int, attempts: int = 1) -> list[PlannedEpisode]:
-        """In order, with `attempts` of each sample in a row."""
+        """Cycle through each task's samples in order, with `attempts` of each in a row."""
         planned: list[PlannedEpisode] = []
         for place in range(count):
             position = place // attempts
@@ -151,7 +149,6 @@ class _WeightedSchedule:
         self._positions: list[tuple[int, int]] = []
 
     def at(self, position: int) -> tuple[int, int]:
-        """(task, index among its samples)"""
         while len(self._positions) <= position:
             ahead = [(taken + 0.5) / weight for taken, weight in zip(self._taken, self._weights, strict=True)]
             task = ahead.index(min(ahead))

@@ -112,7 +112,7 @@ async def run_sft(
 
 
 def load_data(config: RunConfig, model: Path) -> Chats:
-    """A run's episodes, or a file of chats. Raises ConfigError."""
+    """Load a run's episodes, or a file of chats. Raises ConfigError."""
     sft = config.sft
     if sft.data and Path(sft.data).expanduser().is_dir():
         return load_episodes(config, model)
@@ -126,7 +126,6 @@ def load_data(config: RunConfig, model: Path) -> Chats:
 
 
 async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
-    """Where the run continues, and the next chat's number."""
     history = (await begin(ledger, folder.whole_checkpoints(), time=time.time())).history
     undo = "UPDATE {s}episodes SET undone = ? WHERE undone = 0 AND step > ?"
     ledger.execute(undo, history.resumption, history.step)
@@ -154,8 +153,6 @@ def check_origin(folder: RunFolder, chats: Chats) -> None:
 
 @dataclass
 class SupervisedRun:
-    """`step`: training steps behind the client's weights."""
-
     parts: OpenRun
     ledger: Ledger
     client: TrainingClient
@@ -172,7 +169,7 @@ class SupervisedRun:
         self._saved = self.step
 
     async def run(self) -> None:
-        """If the run ends between two steps, the last one is saved."""
+        """Run or resume. If the run ends between two steps, the last one is saved."""
         every, saves = self.parts.config.evaluation.every_steps, self.parts.config.training.checkpoint_every
         self._began = time.monotonic() - self.train_seconds
         if self.step == 0:
@@ -283,7 +280,6 @@ class SupervisedRun:
         self.parts.folder.checkpointed()
 
     def held_out_curve(self, name: str = HELD_OUT) -> list[tuple[int, float]]:
-        """(step, value) of each measurement."""
         path = self.parts.folder.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         entries = [json.loads(line) for line in lines]

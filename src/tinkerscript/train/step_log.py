@@ -76,7 +76,6 @@ class StepLog:
         self._bad = frozenset[str]()
 
     def measured(self, step: TrainingStep, learned: Sequence[Mapping[str, float]]) -> MeasuredStep:
-        """`learned`: metrics of each policy's update."""
         facts = self._facts(step)
         metrics = {**self._measured_by_others(step.number, facts), **learned[0]}
         for each, found in zip(self._roles, learned[1:], strict=True):

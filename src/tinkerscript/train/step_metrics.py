@@ -63,14 +63,10 @@ class StepFacts:
     rollout_s: float
     train_s: float
     publish_s: float = 0.0
-    """Seconds of `train_s`."""
-
     wait_stale_s: float | None = None
     """Seconds of `rollout_s` spent on groups that would have been too old later."""
 
     sampling_share: float | None = None
-    """Share of the episodes' time in model calls."""
-
     trains_equal: bool = False
     differs: Differs = rewards_differ
 
@@ -364,7 +360,6 @@ class LateWandbLogger(WandbLogger):
 
 
 def metric_loggers(config: RunConfig, folder: Path) -> list[Logger]:
-    """Raises ConfigError if a logger's package is missing or fails."""
     values, project = config.model_dump(mode="json"), config.metrics.project
     makers: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard", values),
@@ -405,8 +400,6 @@ class ReplicaFigures(Protocol):
 
 
 class TrainerMetrics(Logger):
-    """Exports the last value of each metric to Prometheus."""
-
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(namespace="tinkerscript_trainer", registry=self._registry)

@@ -68,7 +68,7 @@ def finding_rows(step: int, learners: Sequence[Learner]) -> list[FindingRow]:
 
 
 def left_out_rows(batch: Batch, step: int, *, stale: Mapping[str, str]) -> list[TrainedRow]:
-    """Rows as if nothing had trained. `stale`: uuid -> why it is too old."""
+    """`stale`: uuid -> why an episode is too old."""
     return [
         TrainedRow(
             episode=outcome.sequence,
@@ -95,7 +95,6 @@ def set_aside_rows(batch: Batch, step: int, reason: str) -> list[TrainedRow]:
 
 
 def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> Iterator[TrainedRow]:
-    """Rows for episodes that a policy took or replayed. `sequences`: uuid -> episode number."""
     places = {id(group): place for place, group in enumerate(learner.used)}
     for group in (*learner.groups, *learner.replayed):
         advantages = group.advantages(learner.rule).tolist()

@@ -39,13 +39,9 @@ class TrainingStep:
     batch: Batch
     groups: list[AcceptedGroup]
     lags: LagCounts
-    """Of all episodes, including replayed ones and stale batches."""
-
     stale: Mapping[str, str]
-    """Uuid of each too old episode -> reason."""
-
     began: float
-    """Start of the wait, on the monotonic clock. Episodes may be older."""
+    """When the wait started, on the monotonic clock. Episodes may be older."""
 
     collected: float = field(default_factory=time.monotonic)
     """When the batch was full, on the same clock."""
@@ -58,8 +54,6 @@ class TrainingStep:
     """Seconds spent on groups that would have been too old later."""
 
     sampling_share: float | None = None
-    """Share of the episodes' time in model calls."""
-
     cancelled: int = 0
 
     @property
@@ -74,8 +68,6 @@ class GroupStream:
     progress: ProgressReporter
     config: TrainingConfig
     samples: TaskSamples | None
-    """None if clients register their own samples."""
-
     lags: PolicyLags
 
     def __post_init__(self) -> None:
@@ -162,7 +154,6 @@ class GroupStream:
             self.source.note(rows)
 
     async def _taken(self, step: int) -> tuple[Batch, float | None]:
-        """The step's groups, and the seconds spent on some that would have been too old."""
         if self.samples is None:
             batch = self._batch(f"step {step}")
             await self.collector.filled(batch)
@@ -206,7 +197,6 @@ class GroupStream:
 
     @property
     def _room(self) -> int:
-        """How many more groups can still train in this run."""
         left = self.config.steps + 1 - self._next
         if self.samples is None or left <= 0:
             return 0

@@ -49,7 +49,6 @@ def informed_prompts(
 
 
 def _asked(calls: Iterable[Call], call: Call) -> tuple[list[Any], list[Any]]:
-    """A prompt may extend an earlier call's."""
     by_id = {each.call_id: each for each in with_messages(calls)}
     root = by_id[call.call_id]
     by_id[call.call_id] = structs.replace(root, reply="{}")

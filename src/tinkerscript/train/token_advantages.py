@@ -105,7 +105,6 @@ class Distillation:
         renderer: Callable[[], ChatRenderer],
         waiting: Waiting = lambda _: nullcontext(),
     ) -> None:
-        """`renderer` makes the one of the policy's prompts."""
         self._teacher = teacher
         self._name = config.teacher
         self._renderer = cache(renderer)
@@ -147,7 +146,6 @@ class Distillation:
 
 
 def _behind(prompt: Any, values: Any, begin: int) -> Any:
-    """`prompt` in place of the first `begin` of `values`."""
     return np.concatenate([prompt, values[begin:]])
 
 
@@ -302,7 +300,6 @@ def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> 
 
 
 def length_cost(calls: Sequence[Call], costs: Mapping[Literal["token", "turn"], float]) -> float:
-    """For all of an episode's tokens and turns."""
     lengths = {"token": sum(call.reply_tokens for call in calls), "turn": len(calls)}
     return sum(cost * lengths[name] for name, cost in costs.items())
 

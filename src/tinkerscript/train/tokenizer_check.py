@@ -106,7 +106,6 @@ def _wrong_tokenizer(folder: Path, name: str, difference: str) -> ConfigError:
 
 
 def _changed(text: str, back: str) -> str:
-    """Where a text differs after a round trip, or empty."""
     one, other = text.strip(), normalize("NFC", back).strip()
     place = next((n for n, (mine, its) in enumerate(zip_longest(one, other)) if mine != its), None)
     return "" if place is None else f"{one[place : place + 20]!r} becomes {other[place : place + 20]!r}"

@@ -82,7 +82,6 @@ class PolicyUpdate:
         return [await each.train(step.number) for each in self._learners]
 
     def _replayed(self, learner: Learner, step: TrainingStep) -> list[RolloutGroup]:
-        """Draw groups of earlier steps to train on, and count their lags."""
         if learner.replay is None:
             return []
         done = step.number - 1
@@ -110,6 +109,5 @@ class PolicyUpdate:
 
 
 def claims_of(step: TrainingStep) -> list[tuple[str, int]]:
-    """(episode uuid, attempt) of what a step trains on, without replays."""
     fresh: list[EpisodeAccepted] = [each for _, accepted in step.groups for each in accepted]
     return [(each.episode_uuid, each.attempt) for each in fresh]

@@ -66,8 +66,6 @@ class EpisodeBook:
         self._max_attempts = max_attempts
         self._episodes: dict[str, EpisodeRecord] = {}
         self._unfinished: dict[int, EpisodeRecord] = {}
-        """Not consumed, by sequence and in its order."""
-
         self.open_ends: dict[int, EpisodeRecord] = {}
         """Ended or failed, not consumed, by end number."""
 
@@ -127,7 +125,6 @@ class EpisodeBook:
         return len(self._failed)
 
     def latest_failed(self, limit: int) -> list[EpisodeRecord]:
-        """Newest first."""
         return list(islice(reversed(self._failed.values()), limit))
 
     def answered(self, client_uuid: str, claim_request_id: str) -> list[EpisodeRecord] | None:
@@ -135,11 +132,11 @@ class EpisodeBook:
         return self._requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
 
     def unfinished(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """In order of sequence."""
+        """Return a page in the order of sequences."""
         return _page(self._unfinished.values(), after=after, limit=limit)
 
     def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """Without dropped ones, in order of sequence."""
+        """Return a page in the order of sequences, without dropped episodes."""
         failed = sorted(self._failed.values(), key=attrgetter("sequence"))
         return _page(failed, after=after, limit=limit)
 
@@ -150,7 +147,7 @@ class EpisodeBook:
     # What the trainer does
 
     def restore(self, stored: StoredEpisodes) -> None:
-        """Leases start anew."""
+        """Fill an empty book. Leases start anew."""
         for (pool, kind, state), number in stored.past.items():
             self.counts.past(pool, kind, state, number)
         claimed = list[EpisodeRecord]()
@@ -166,7 +163,6 @@ class EpisodeBook:
         self._requests.restore(self._episodes.values())
 
     def recall(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Consumed episodes that only the ledger had."""
         for episode in episodes:
             if episode.uuid not in self._episodes:
                 self._episodes[episode.uuid] = episode
@@ -222,7 +218,7 @@ class EpisodeBook:
             self._changes.added[each] = episode
 
     def cancel(self, uuid: str, reason: str) -> bool:
-        """Returns False if the episode is over. Raises UnknownEpisodeError."""
+        """Return False if the episode is over. Raises UnknownEpisodeError."""
         episode = self.get(uuid)
         if episode.state == "registered":
             self._note_failure(episode, Failure(kind=CANCELLED, message=reason))
@@ -235,7 +231,7 @@ class EpisodeBook:
         return True
 
     def offer_failure(self, uuid: str) -> EpisodeRecord:
-        """A failure that a trainer knows is final. Raises UnknownEpisodeError."""
+        """Make a failure final, because a trainer knows it. Raises UnknownEpisodeError."""
         episode = self.get(uuid)
         if not episode.offered:
             episode.offered = True
@@ -243,7 +239,7 @@ class EpisodeBook:
         return episode
 
     def consume(self, sequence: int) -> None:
-        """Ignores episodes that are unknown or have not ended."""
+        """Ignore episodes that are unknown or have not ended."""
         episode = self._unfinished.get(sequence)
         if episode is not None and episode.end_number is not None:
             self._consume(episode)
@@ -298,7 +294,7 @@ class EpisodeBook:
         return given_up
 
     def planned(self, step: int, *, plan_lag: int = 0) -> list[EpisodeRecord]:
-        """Planned up to `plan_lag` steps earlier."""
+        """Include episodes planned up to `plan_lag` steps earlier."""
         found = (
             each
             for each in self._unfinished.values()
@@ -307,7 +303,7 @@ class EpisodeBook:
         return sorted(found, key=attrgetter("sequence"))  # Reopened episodes come last.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
-        """Without groups set aside. `used`: as in `resume`."""
+        """Count the groups that were not set aside. `used`: as in `resume`."""
         planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
         aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
         return len({each.group_id for each in planned} - aside)
@@ -357,7 +353,7 @@ class EpisodeBook:
     def end(
         self, uuid: str, attempt: int, *, reward: float, result: bytes, is_success: bool | None = None
     ) -> EpisodeRecord:
-        """Idempotent for the same result.
+        """Store a claim's result. Idempotent for the same result.
 
         Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a different result.
         """
@@ -412,7 +408,7 @@ class EpisodeBook:
     def release_client(
         self, client_uuid: str, reason: str, *, kind: str = WORKER_DIED
     ) -> list[EpisodeRecord]:
-        """Returns the episodes of closed claims."""
+        """Return the episodes of closed claims."""
         held = list(self._claims.get(client_uuid, {}).values())
         for episode in held:
             self._lose(episode, _failure_of(episode, kind, reason))
@@ -442,7 +438,7 @@ class EpisodeBook:
         return episode
 
     def empty(self, uuids: Iterable[str]) -> set[str]:
-        """Emptied episodes cannot train again. Returns the uuids."""
+        """Mark episodes, which then cannot train again. Returns the uuids."""
         emptied = [each for each in map(self.get, uuids) if each.consumed]
         for episode in emptied:
             episode.emptied = True

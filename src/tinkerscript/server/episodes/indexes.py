@@ -41,8 +41,6 @@ PastCounts = Mapping[tuple[str, EpisodeType, State], int]
 
 
 class StoredEpisodes(NamedTuple):
-    """What a book loads from a ledger."""
-
     present: list[EpisodeRecord]
     """In order of registration."""
 
@@ -81,7 +79,6 @@ class ClaimRequests:
                 self._remember(key)
 
     def claimed(self, episode: EpisodeRecord) -> None:
-        """The episode's last claim answers its request."""
         key = _key(episode)
         if key[1]:
             self._held.setdefault(key, {})[episode.uuid] = episode
@@ -97,7 +94,7 @@ class ClaimRequests:
             self._remember(key)
 
     def answered(self, key: RequestKey) -> list[EpisodeRecord] | None:
-        """In the reply's order. None for a new request."""
+        """Episodes in the order of the reply; None for a new request."""
         held = self._held.get(key)
         if held is not None:
             return list(held.values())
@@ -174,7 +171,7 @@ _Waiting = asyncio.Future[Wakeup | None]
 
 
 class LongPollQueue:
-    """By pool and claim type, in order of arrival."""
+    """Clients wait in order of arrival, by pool and claim type."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count()
@@ -187,7 +184,6 @@ class LongPollQueue:
         return sum(len(queue) for queue in self._queues.values())
 
     def notify(self, pool: str, episode_type: EpisodeType) -> None:
-        """Wake the longest-waiting client that may claim it."""
         self.pass_on(Wakeup(pool, episode_type, next(self._tickets)))
 
     def notify_all(self) -> None:
@@ -197,7 +193,6 @@ class LongPollQueue:
                 _wake(client)
 
     def answered(self, request: RequestKey) -> None:
-        """Let waiting repeats of an answered request try again."""
         for client in self._copies.get(request, ()):
             _wake(client)
 
@@ -292,7 +287,7 @@ class Leases:
         self.renew(episode)
 
     def end_call(self, episode: EpisodeRecord, attempt: int) -> None:
-        """Also renews the lease, unless the claim is lost."""
+        """End a model call, and renew the lease unless the claim is lost."""
         if episode.state == "claimed" and episode.attempt == attempt:
             episode.calls_in_flight -= 1
             self.renew(episode)
@@ -326,7 +321,6 @@ class Leases:
         return None
 
     def left_s(self, episode: EpisodeRecord) -> float:
-        """Seconds until the last claim ends even if active."""
         return max(0.0, episode.ends_at - self._clock())
 
     def lease_left_s(self, episode: EpisodeRecord) -> float:
@@ -360,7 +354,7 @@ class StateCounts:
         self._failures: dict[EpisodeType, int] = dict.fromkeys(EPISODE_TYPES, 0)
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
-        """+1 when it enters its state, -1 when it leaves."""
+        """`step` is +1 when the episode enters its state, -1 when it leaves."""
         self._types[episode.episode_type][episode.status] += step
         pool = self._pools.get(episode.pool)
         if pool is None:
@@ -383,7 +377,7 @@ class StateCounts:
             self.clients_bytes += len(episode.payload) + EPISODE_BYTES
 
     def finished(self, episode: EpisodeRecord) -> None:
-        """The episode must still have its payload."""
+        """Stop counting an episode, which must still have its payload."""
         left = self._unfinished[episode.pool] - 1
         self._payloads[episode.pool] -= len(episode.payload)
         if episode.pool != TRAINER_POOL:
@@ -403,7 +397,7 @@ class StateCounts:
         return {kind: EpisodeCounts(**counts) for kind, counts in self._types.items()}
 
     def by_pool(self, *, unfinished_only: bool = False) -> dict[str, EpisodeCounts]:
-        """Over both types. Always includes the trainer's pool."""
+        """Always includes the trainer's pool."""
         return {
             pool: EpisodeCounts(**counts)
             for pool, counts in self._pools.items()
@@ -414,7 +408,7 @@ class StateCounts:
         return self._pools[pool]["registered"] if pool in self._pools else 0
 
     def failures(self) -> dict[EpisodeType, int]:
-        """Never decreases."""
+        """These counts never decrease."""
         return dict(self._failures)
 
 

@@ -81,8 +81,6 @@ class EpisodeRecord:
 
     lease_s: float = 0.0
     claimed_at: float = 0.0
-    """Unix time of the last claim."""
-
     queued_at: float = 0.0
     """Unix time since which it waits; 0: before a restart. Not stored."""
 
@@ -130,11 +128,9 @@ class EpisodeRecord:
 
     @property
     def deadline(self) -> float:
-        """When the last claim expires without activity, on the book's clock."""
         return min(self.renewed_at + self.lease_s, self.ends_at)
 
     def why_lost(self, attempt: int) -> str:
-        """Why this claim does not hold the lease, or empty."""
         if attempt == self.attempt and self.state == "claimed":
             return ""
         name = f"claim {attempt} of episode {self.uuid}"
@@ -146,7 +142,6 @@ class EpisodeRecord:
         return f"{name} was never made; the last one is {self.attempt}"
 
     def why_failure_stands(self) -> str:
-        """Why this failed episode cannot be retried, or empty."""
         if self.consumed:
             return (
                 f"the trainer has used the failure of episode {self.uuid!r} and its group is closed: "
@@ -173,15 +168,12 @@ class Claim(NamedTuple):
     policy_version: int
     lease_s: float
     left_s: float
-    """Seconds until the claim ends even if active."""
 
 
 class ClosedClaim(NamedTuple):
     episode: EpisodeRecord
     attempt: int
     counts: bool
-    """Whether it ended with a result, so that its calls are kept."""
-
     fault: str = ""
 
 
@@ -192,8 +184,6 @@ class Changes:
     """By uuid, without those in `added`."""
 
     attempts: dict[tuple[int, int], AttemptRow] = field(default_factory=dict[tuple[int, int], AttemptRow])
-    """Claims made or failed, by sequence and attempt."""
-
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 
 

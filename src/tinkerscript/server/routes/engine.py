@@ -143,7 +143,7 @@ class EngineRoutes:
         return SuccessResponse(success=True)
 
     async def run(self) -> None:
-        """Until cancelled. Then asks a running trainer to stop."""
+        """Watch started trainers. When cancelled, ask a running one to stop."""
         try:
             while True:
                 await self._started.wait()
@@ -203,7 +203,6 @@ class EngineRoutes:
         return self._run_dir / "logs" / TRAINER_LOG
 
     def _why_it_failed(self, code: int) -> str:
-        """The exit code, and the error or else the last line in the trainer's log."""
         with self._log.open("rb") as file:
             file.seek(max(self._log_begins, self._log.stat().st_size - LOG_TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()

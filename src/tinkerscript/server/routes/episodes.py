@@ -103,8 +103,6 @@ class EpisodeRoutes:
         self._run = run
         self._reading = 0
         self._tasks_of_groups: dict[str, str] = {}
-        """Group -> task that its first result named, for recent groups."""
-
         self._base_urls: dict[tuple[str, bytes], str] = {}
         """(scheme, Host header) -> the server's URL, which is slow to build."""
 
@@ -185,7 +183,6 @@ class EpisodeRoutes:
         return readable or f"{NO_EPISODES} The oldest could not be handed out and has failed; ask again."
 
     def _base_url(self, request: Request) -> str:
-        """The public URL if configured, or the one that this client used."""
         if self._public_base_url:
             return self._public_base_url
         host = next((value for name, value in request.scope["headers"] if name == b"host"), b"")
@@ -364,7 +361,7 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     def _transcript_length(self, request: Request) -> int:
-        """Length of the body. Raises HTTPException if it is not accepted (now)."""
+        """Raises HTTPException if the body is not accepted (now)."""
         try:
             length = int(request.headers["content-length"])
         except (KeyError, ValueError):
@@ -397,7 +394,7 @@ def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
 
 
 def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collection[str]) -> float:
-    """The scalar reward. Raises HTTPException 422, naming the field."""
+    """Raises HTTPException 422, naming the field."""
     for role in output.role_rewards.keys() - {POLICY, *trained_roles}:
         raise HTTPException(
             422,

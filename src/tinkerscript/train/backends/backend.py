@@ -58,11 +58,7 @@ class TrainingClient(Protocol):
 
 class Publisher(ABC):
     max_context: int
-    """Tokens of prompt and reply together."""
-
     seeds = True
-    """Whether requests get seeds, so that runs are repeatable."""
-
     holds = 0
     """How many older versions can be held (`Sampler.hold`)."""
 
@@ -165,8 +161,6 @@ class FrozenModel(ABC):
 
     max_context: int
     folder: Path
-    """With the tokenizer and chat format."""
-
     scales_logits = False
     """Whether it scores at temperatures other than 1."""
 
@@ -266,7 +260,7 @@ def skipped_note(step: int, metrics: Mapping[str, float]) -> str:
 
 
 STEP_GRACE_S = 2.0
-"""For a stopped run to finish and save its step."""
+"""Time for a stopped run to finish and save its step."""
 
 ResultT = TypeVar("ResultT")
 

@@ -71,7 +71,6 @@ class EmbeddedBackend(TrainerBackend):
         client: EmbeddedTrainingClient | None = None,
         checkpoint_dir: Path | None = None,
     ) -> None:
-        """`start`: first checkpoint's folder. `client`: trains other weights than the engine's own."""
         self.engine = engine
         self._start_folder = Path(start).expanduser() if start else None
         self._checkpoint_dir = checkpoint_dir or engine.checkpoint_dir

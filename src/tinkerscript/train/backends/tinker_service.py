@@ -304,8 +304,6 @@ class SentCall(Generic[T]):
 
 @dataclass(eq=False)
 class NotifyingClient:
-    """Tinker's training client, with calls sent at once and awaited as `SentCall`."""
-
     training: tinker.TrainingClient
     notifier: SlowCallNotifier
     save: Callable[[str], Awaitable[tinker.types.SaveWeightsResponse]]
@@ -339,7 +337,7 @@ class NotifyingClient:
 
 
 def _path_at_service(model: str) -> str:
-    """`model` as a tinker:// path, if it is one or a checkpoint's folder, or empty."""
+    """`model` as a tinker:// path, or empty. It may be a checkpoint's folder."""
     is_checkpoint = bool(model) and (Path(model).expanduser() / POINTER).is_file()
     return _path_of_checkpoint(model) if is_checkpoint or model.startswith(TINKER_PATH) else ""
 

@@ -93,8 +93,6 @@ class ReplicaPool(Sampler):
 
     score: Scorer
     exact: bool
-    """Whether `score` computes in float32."""
-
     restart: Callable[[Replica], None]
     record: Path
     note: Callable[[str], None]
@@ -117,8 +115,6 @@ class ReplicaPool(Sampler):
         self._random: list[IntArray] = list(self._rng.integers(0, self.vocabulary, size).astype(np.int32))
         self._changed = asyncio.Condition()
         self.is_awake = asyncio.Event()
-        """Cleared while the trainer uses the devices."""
-
         self.is_awake.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._publishing = asyncio.Lock()
@@ -296,7 +292,6 @@ class ReplicaPool(Sampler):
         )
 
     def _free_a_slot(self, replica: Replica) -> None:
-        """Move calls that hold the oldest adapters, if a new one would have to wait."""
         calls = replica.in_flight
         for version in sorted(calls)[: max(0, len(calls) + 1 - self.config.max_loras)]:
             self.counts["moved"] += calls[version]
@@ -429,8 +424,6 @@ class ReplicaPool(Sampler):
     async def _least_loaded(
         self, deadline: float, *, version: int | None = None, avoid: Replica | None = None
     ) -> Replica:
-        """Wait for a replica with `version`; None: the newest by then."""
-
         def ready() -> list[Replica]:
             wanted = self._newest if version is None else version
             return [replica for replica in self.replicas if self._may_sample(replica, wanted)]

@@ -29,7 +29,7 @@ from tinkerscript.sampler import SampleRequest, SampleResult
 from tinkerscript.tokenizer import LightTokenizer
 
 PROOF_TOP = 20
-"""Per position: vLLM's default limit."""
+"""vLLM's default limit of logprobs per position."""
 
 CHECK_TIMEOUT_S = 5.0
 
@@ -49,7 +49,6 @@ class Replica:
     """Whether the run starts it. `move` then says where it is."""
 
     adapters: bool = True
-    """Whether versions are adapters, which can coexist, or full weights."""
 
     def __post_init__(self) -> None:
         self._former: list[VllmServer] = []
@@ -67,7 +66,6 @@ class Replica:
 
     @property
     def load(self) -> tuple[int, int]:
-        """(running calls, pinned episodes)"""
         return len(self._calls), self.pinned
 
     @property
@@ -100,7 +98,7 @@ class Replica:
         self._is_gone.set()
 
     async def begin(self, model_folder: Path, timeout_s: float) -> ServerFacts:
-        """Raises ConfigError."""
+        """Wait until the server responds, and examine it. Raises ConfigError."""
         self._samplers.clear()
         self._weights = ""
         self.tokens = 0.0
@@ -201,7 +199,6 @@ class Replica:
         return result
 
     def cut(self, newest: int) -> None:
-        """End calls of older versions, with what they have sampled."""
         for version, sampler in self._samplers.items():
             if version < newest:
                 sampler.cut()
@@ -248,7 +245,7 @@ class Replica:
         await self._server.wake()
 
     async def tokens_sampled(self) -> float:
-        """The server's counter. Raises GatewayError and TimeoutError."""
+        """Raises GatewayError and TimeoutError."""
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             self.tokens = await self._server.tokens_sampled()
         return self.tokens
