@@ -56,7 +56,6 @@ LOGITS_ENTRIES_OF_DEVICES = 2**27
 
 
 FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""Raised by the forward pass of a model that cannot take our inputs."""
 
 
 @dataclass(frozen=True, slots=True)

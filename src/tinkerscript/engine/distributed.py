@@ -54,7 +54,6 @@ BUCKET_ELEMENTS = 2**25
 """Gradients summed over the ranks at once: 128 MiB."""
 
 FILLER = -1
-"""Index of the example that pads microbatches."""
 
 
 # Data

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 GROUPED_TOKENS = 256
-"""Rows up to this length share a group."""
 
 
 PLACES = 64

@@ -20,7 +20,6 @@ RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 """transformers' names of layers with a state. `hybrid` attends too."""
 
 WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
-"""Names of the width of local attention in Hugging Face's configs."""
 
 NARROW = 3
 """Width of windows in proofs, with texts of 12 tokens."""

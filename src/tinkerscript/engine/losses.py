@@ -63,11 +63,9 @@ COVARIANT = "covariant"
 OPTIONAL_INPUTS = frozenset({MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT})
 
 SKIPPED_STEPS = "skipped_steps"
-"""Metric: a gradient was not finite."""
 
 POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 CLIP: Mapping[str, float] = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Bounds of a token's probability ratio."""
 
 SEQUENCE_CLIP: Mapping[str, float] = {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
 """Bounds of a sequence's ratio (GSPO's authors)."""

@@ -50,7 +50,6 @@ PADDING_TOKENS = 256
 """Padding that costs as much as another pass of a small model."""
 
 PADDING_SHARE = 0.125
-"""Further padding, as a share of real tokens."""
 
 
 @dataclass(slots=True)

@@ -43,13 +43,11 @@ FOLDER_VARIABLE = "TINKERSCRIPT_RANKS"
 """Private folder with rank 0's socket and torch's store, for ranks that it started."""
 
 CONTROL_KEY = "tinkerscript/control"
-"""Key of rank 0's address in torch's store."""
 
 START_S = 600.0
 """Time for all ranks to load the model."""
 
 GROUP_TIMEOUT_S = 600.0
-"""For collective operations."""
 
 NAMING_S = 5.0
 """How long a failed operation waits for news of a dead rank."""

@@ -40,7 +40,6 @@ STEP_TOKENS = 16
 
 
 Alternatives = Sequence[tuple[int, float]]
-"""The most probable ids at a position with log probabilities, best first."""
 
 
 Report = Callable[[int, int, int, float, Alternatives], None]

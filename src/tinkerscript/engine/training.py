@@ -52,7 +52,6 @@ from tinkerscript.engine.weights import load_optimizer_state, load_same_model, s
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096
-"""Padded tokens in a CPU's microbatch."""
 
 MICROBATCH_TOKENS_OF_DEVICES = 16_384
 

@@ -57,7 +57,7 @@ class HealthRow(BaseModel):
 
 
 class BestScore(BaseModel):
-    """Not None if the last evaluation is significantly lower."""
+    """The evaluation with the highest score, if the last one is significantly lower."""
 
     label: str
     step: int
@@ -162,7 +162,6 @@ class _Reward:
 
 
 def health_rows(ledger: LedgerReader) -> list[HealthRow]:
-    """Empty before the first step."""
     steps = _Steps(ledger)
     if not steps.last:
         return []

@@ -30,14 +30,12 @@ T = TypeVar("T")
 
 
 class RowWriter(Protocol):
-    """Takes a trainer's rows: the ledger, or the link to its server."""
-
     def note(self, rows: Collection[TrainerRow]) -> None:
         """Write rows in one transaction, without waiting for the commit."""
         ...
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows in one transaction, and return once all rows so far are committed."""
+        """Return once these and all earlier rows are committed."""
         ...
 
 
@@ -56,11 +54,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointRow | None = None
     evaluations: list[EvaluationRow] = []
     interrupted: list[int] = []
-    """Earlier steps with an unfinished evaluation."""
-
     versions: dict[int, int] = {}
-    """Policy version -> training steps behind it."""
-
     newest_version: int = -1
     """The highest ever published, undone or not; -1 before the first."""
 
@@ -75,8 +69,6 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Positions to ask again, because undone weights sampled their groups."""
 
     replayed: list[TrainedRow] = []
-    """What the latest steps trained on, by step, role, place and episode."""
-
     verdicts: dict[int, float] = {}
     open_until: int = 0
     """The last end number that waits for this trainer; 0: none."""
@@ -85,8 +77,6 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 class Tally(msgspec.Struct, kw_only=True):
     train_accepted: int = 0
     planned_accepted: int = 0
-    """The part of `train_accepted` that a training step planned."""
-
     eval_accepted: int = 0
     failed: int = 0
     cancelled: int = 0
@@ -145,7 +135,7 @@ def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
 
 
 async def begin(ledger: Ledger, checkpoints: Collection[int], *, time: float) -> Beginning:
-    """Also undo later steps, without waiting for the commit. Raises ConfigError."""
+    """Find where to resume, and undo later steps, without waiting for the commit. Raises ConfigError."""
     beginning = await find_beginning(ledger, checkpoints)
     undo_later(ledger, beginning.history, time=time)
     return beginning
@@ -206,7 +196,7 @@ async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay
 
 
 async def given_up_positions(ledger: Ledger, history: History) -> list[int]:
-    """`History.again`. Call it after the resumption is committed."""
+    """Call it after the resumption is committed."""
     return [each for (each,) in await ledger.read(_AGAIN, (history.next_position - 1,))]
 
 

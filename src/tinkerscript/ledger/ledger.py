@@ -53,8 +53,6 @@ class WriteBatch:
     statements: list[Statement] = field(default_factory=list[Statement])
     count: int = 0
     size: int = 0
-    """Approximate bytes of the large columns."""
-
     callbacks: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
 
@@ -113,7 +111,7 @@ class Ledger(ABC):
         return [row_of(kind, each) for each in found]
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
-        """For each claim (episode sequence and attempt), oldest first."""
+        """Calls of each claim (episode sequence and attempt), oldest first."""
         return [decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
 
     # Writing
@@ -139,7 +137,7 @@ class Ledger(ABC):
             self.put(row)
 
     async def commit(self, rows: Iterable[Row] = ()) -> None:
-        """Returns once all writes so far are committed. Raises StoreError."""
+        """Write rows, and return once all writes so far are committed. Raises StoreError."""
         self.note(rows)
         await self.durable()
 
@@ -156,7 +154,7 @@ class Ledger(ABC):
         self._open_batch().callbacks.append(callback)
 
     async def durable(self) -> None:
-        """Returns once all writes so far are committed. Raises StoreError."""
+        """Return once all writes so far are committed. Raises StoreError."""
         if self._failure is not None:
             raise self._failure
         if self._committing is not None:
@@ -209,7 +207,7 @@ class Ledger(ABC):
         self._failed.set()
 
     def _finish(self, batch: WriteBatch) -> None:
-        """Schedule callbacks before waiters, so that `durable` returns after they ran."""
+        """Callbacks come before waiters, so that `durable` returns after they ran."""
         if self._failure is None:
             loop = asyncio.get_running_loop()
             for callback in batch.callbacks:

@@ -333,7 +333,7 @@ def _schema_of(folder: Path) -> str:
 
 
 def _named(conninfo: str) -> str:
-    """Without its password, for messages. Raises ConfigError."""
+    """Name the database without its password, for messages. Raises ConfigError."""
     try:
         parts = conninfo_to_dict(conninfo)
     except psycopg.Error as error:

@@ -51,7 +51,7 @@ class LedgerReader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Reread when it changes. Raises ConfigError."""
+        """The config is reread when it changes. Raises ConfigError."""
         path = self.folder / CONFIG_FILE
         try:
             changed = path.stat().st_mtime_ns
@@ -90,7 +90,7 @@ class LedgerReader:
         return lambda: SqliteReading(file_of(self._store, self.folder))
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> Rows:
-        """Run a SELECT that both SQLite and PostgreSQL understand. Raises StoreError."""
+        """The SELECT must suit both SQLite and PostgreSQL. Raises StoreError."""
         found: Reading | None = getattr(self._of_thread, "reading", None)
         if found is None or not found.is_there:
             found = self._of_thread.reading = self._connect()
@@ -113,7 +113,8 @@ class LedgerReader:
         return str(self.setting("engine", "model") or "")
 
     def calls(self, sequence: int, attempt: int) -> list[Call]:
-        """Oldest first; empty if dropped. Raises NotRecordedError for data that no server wrote."""
+        """Calls of a claim, oldest first; empty if dropped. Raises NotRecordedError for data that no server
+        wrote."""
         return self.calls_of(CALLS_OF_CLAIM.replace("{s}", ""), (sequence, attempt))
 
     def calls_of(self, query: str, parameters: Sequence[Any]) -> list[Call]:
@@ -125,7 +126,7 @@ class LedgerReader:
             raise NotRecordedError(f"the ledger holds something else than calls: {error}") from error
 
     def sequences(self, sequence: int) -> dict[int, list[TrainedSequence]]:
-        """Step -> its sequences, over all roles. Raises NotRecordedError."""
+        """Step -> the episode's sequences, over all roles. Raises NotRecordedError."""
         query = "SELECT step, sequences FROM tokens WHERE episode = ? AND undone = 0 ORDER BY step, role"
         found: dict[int, list[TrainedSequence]] = {}
         try:

@@ -33,20 +33,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether a second row with a key is an error instead."""
 
     KEEPS_FIRST: ClassVar[bool] = False
-    """Whether the first row stays instead."""
+    """Whether the first row with a key stays instead."""
 
     FIXED: ClassVar[tuple[str, ...]] = ()
     """Columns that later rows with the key do not write, which saves updating indexes."""
 
     CONSTRAINTS: ClassVar[tuple[str, ...]] = ()
-    """Further constraints, in SQL that both databases know."""
-
     INDEXES: ClassVar[tuple[str, ...]] = ()
     """Each index: columns in parentheses, and optionally a WHERE clause."""
 
     @property
     def size(self) -> int:
-        """Approximate bytes of the large columns."""
         return 0
 
 
@@ -88,8 +85,6 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     )
 
     sequence: int
-    """Position in the order of registration."""
-
     uuid: str
     episode_type: str
     group_id: str
@@ -99,7 +94,7 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """First step that could train on it, or the step before its evaluation. 0: a client's own sample."""
 
     label: str = ""
-    """Such as `before`."""
+    """Label of its evaluation, such as `before`."""
 
     position: int = -1
     """Position of its sample in the order of training, or -1."""
@@ -166,8 +161,6 @@ class CallRow(Row, frozen=True, kw_only=True):
 
     policy_version: int
     last_version: int
-    """Version that sampled the last token."""
-
     prompt_tokens: int
     """Prompt tokens that the previous call did not have."""
 
@@ -244,8 +237,6 @@ class PublicationRow(Row, frozen=True, kw_only=True):
 
 
 class StepRow(Row, frozen=True, kw_only=True):
-    """A training step, or the step at which the run stopped."""
-
     TABLE = "steps"
     KEY = ("step", "undone")
     ONCE = True
@@ -260,11 +251,7 @@ class StepRow(Row, frozen=True, kw_only=True):
     """Episodes that contributed to the main policy's gradient."""
 
     max_lag: int | None = None
-    """Largest policy lag of its episodes, in steps."""
-
     stopped: str = ""
-    """Why it changed no weights and ended the run."""
-
     undone: int = STANDS
 
 
@@ -298,10 +285,10 @@ class VerdictRow(Row, frozen=True, kw_only=True):
 
     episode: int
     reward: float | None
-    """NULL: the judge failed, and the group did not train."""
+    """Replaces the episode's reward. NULL: the judge failed, and the group did not train."""
 
     words: str = ""
-    """Or why the judge failed."""
+    """The judge's words, or why it failed."""
 
     time: float
 
@@ -315,8 +302,6 @@ class TokensRow(Row, frozen=True, kw_only=True):
     step: int
     role: str = ""
     sequences: bytes
-    """`ledger.tokens.TrainedSequence`s as msgpack, `packed`."""
-
     undone: int = STANDS
 
     @property
@@ -352,14 +337,12 @@ class EvaluationRow(Row, frozen=True, kw_only=True):
     time: float
     policy_version: int
     score: float | None
-    """Mean reward of the accepted episodes."""
-
     margin: float | None = None
-    """Half a 95% interval. NULL for fewer than two episodes."""
+    """Half the width of the score's 95% interval. NULL for fewer than two episodes."""
 
     accepted: int
     failed: int
-    """Left out of the mean."""
+    """Episodes without a score, left out of the mean."""
 
     role_scores: bytes = b"{}"
     """JSON: trained role -> mean reward of the accepted episodes that called it."""

@@ -15,7 +15,6 @@ from tinkerscript.ledger.ledger import Ledger
 logger = logging.getLogger(__name__)
 
 LARGE = {"calls": "call", "tokens": "sequences", "transcripts": "transcript"}
-"""Table -> the column that counts."""
 
 LOW_MARK = 0.95  # Share of the limit to shrink to, so that the next episode does not exceed it.
 
@@ -49,8 +48,6 @@ class StorageLimit:
         self._empty = empty
         self._counted: int | None = None
         self._put_then = 0
-        """`Ledger.bytes_put` at the last count."""
-
         self._is_at_work = False
         self._is_in_vain = False
 
@@ -65,7 +62,7 @@ class StorageLimit:
         return self._counted is None or self._stored > self._limit
 
     async def keep(self) -> None:
-        """Raises StoreError."""
+        """Drop episodes' bytes until the ledger is within its limit. Raises StoreError."""
         if not self.is_reached:
             return
         self._is_at_work = True

@@ -29,8 +29,6 @@ class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
     """What a step did with a sequence of S sampled tokens. Empty arrays were not recorded."""
 
     number: int
-    """Index within the episode and role, as in `merge_calls`."""
-
     role: str = ""
     trainer_logprobs: bytes = b""
     """float32 [S]: before the step's first update."""

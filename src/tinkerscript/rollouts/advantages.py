@@ -128,7 +128,6 @@ class WeightedRollout:
 
     @classmethod
     def uniform(cls, rollout: Rollout, advantage: float) -> WeightedRollout:
-        """Give all tokens with loss the same advantage."""
         return cls(rollout, np.where(rollout.loss_mask, np.float32(advantage), np.float32(0)))
 
     def scaled(self, factor: float) -> WeightedRollout:
@@ -299,7 +298,6 @@ class TrainingBatch:
 def padded(
     rows: Sequence[npt.NDArray[Scalar]], width: int, fill: int = 0, *, left: bool = False
 ) -> npt.NDArray[Scalar]:
-    """Pad rows to [B, `width`] with `fill`, on the right (or left)."""
     out = np.full((len(rows), width), fill, dtype=rows[0].dtype)
     for line, row in zip(out, rows, strict=True):
         line[slice(width - len(row), width) if left else slice(len(row))] = row

@@ -131,8 +131,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """JSON list of the prompt's new messages. Empty in later choices of a request (`with_messages`)."""
 
     reply: str = "{}"
-    """JSON of the assistant message returned."""
-
     tools: str = "[]"
     """JSON list of a new prompt's tools, which later calls share. Empty where `messages` is."""
 
@@ -215,7 +213,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar limited any sampled id."""
         return any(self.constrained)
 
 

@@ -83,7 +83,6 @@ class _Stream(NamedTuple):
         return bytes(self.base.data[start:length]) + self.tail[: end - length]
 
     def starts_with(self, sequence: _Sequence) -> bool:
-        """At most one comparison, without a copy."""
         size, shared = len(sequence.data), min(len(sequence.data), self.length)
         with memoryview(sequence.data) as theirs:
             if self.base is not None and self.base is not sequence:
@@ -114,7 +113,6 @@ class _OpenSequences:
         return None
 
     def _lengths_up_to(self, limit: int) -> Iterator[int]:
-        """Distinct lengths, longest first."""
         before = -1
         for place in range(bisect_right(self._lengths, limit) - 1, -1, -1):
             if self._lengths[place] != before:

@@ -52,8 +52,6 @@ _OTHER_TRAINERS_MAY = frozenset({"greedy", "raw_logprobs_at_temperature"})
 
 
 class _Row(NamedTuple):
-    """An episode, for formats with one row each."""
-
     group_id: str
     number: int
     episode: EpisodeRollouts
@@ -367,7 +365,7 @@ def refuse_episode_errors(episode: EpisodeRollouts, form: str) -> None:
 
 
 def refuse_errors(rollout: Rollout, prompts: Mapping[str, bytes], form: str) -> None:
-    """Raise ConversionError for a sequence that must not train. `prompts`: its calls' known full prompts."""
+    """`prompts`: known full prompts of the rollout's calls."""
     errors = find_errors(rollout, vocabulary=2**31, prompts=prompts)
     errors = [error for error in errors if error not in _OTHER_TRAINERS_MAY]
     if errors:

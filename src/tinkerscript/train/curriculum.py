@@ -33,7 +33,6 @@ REVISIT = 0.1
 LEAST = 0.25
 
 NEWEST_GROUP = 0.5
-"""Weight of the newest group in a rate."""
 
 
 @dataclass

@@ -39,7 +39,6 @@ ADAPTER_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 SHARE_OF_RL = 0.14
 
 TOO_HIGH = 20
-"""Warn about an adapter's rate above this multiple."""
 
 SMALL_MODEL = Rates("all weights of a small model", 1e-4, 5e-3)
 

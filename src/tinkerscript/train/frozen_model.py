@@ -28,7 +28,6 @@ from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
 from tinkerscript.train.tokenizer_check import check_tokenizer_of_server
 
 MAX_WAIT_S = 600.0
-"""The run ends after this wait for an unreachable server."""
 
 REQUESTS_AT_ONCE = 64
 

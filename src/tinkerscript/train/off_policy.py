@@ -17,7 +17,6 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 AcceptedGroup = tuple[str, Sequence[EpisodeAccepted]]
-"""(group id, accepted episodes)"""
 
 LagCounts = Counter[int | None]
 """Lag -> episodes. None: sampled by weights that this run does not build on."""

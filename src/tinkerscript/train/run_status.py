@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 SAID_EVERY_S = 0.2
 
 LAST_WORDS_S = 2.0
-"""For recording how the run ended."""
 
 
 class RunStatus(ProgressReporter):

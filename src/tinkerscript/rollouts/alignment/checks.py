@@ -118,7 +118,7 @@ def _segment_errors(rollout: Rollout, scales_logits: bool) -> Iterator[str]:
 
 
 def _same(ours: FloatArray, theirs: FloatArray) -> bool:
-    """Also where not finite, which is reported separately."""
+    """Values that are not finite count as equal: they are reported separately."""
     return ours.tobytes() == theirs.tobytes() or not np.isfinite(ours).all()
 
 

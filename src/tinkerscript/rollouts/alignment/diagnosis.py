@@ -89,7 +89,6 @@ class Gap:
         return self.sum_abs / self.tokens if self.tokens else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Empty without tokens."""
         if not self.tokens:
             return {}
         return {
@@ -111,8 +110,6 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The n sampled tokens of one call."""
-
     ids: IntArray
     """int32 [n]"""
 
@@ -134,8 +131,6 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A name in `ERRORS`, and the figures."""
-
     name: str
     detail: str
 

@@ -19,13 +19,9 @@ class Counts:
     sequences: int = 0
     calls: int = 0
     truncated: int = 0
-    """Calls that the token limit ended."""
-
     tokens_sampled: int = 0
     tokens_trained: int = 0
     tokens_total: int = 0
-    """Including prompts."""
-
     side_calls: int = 0
     """Calls that an agent made outside of its work."""
 
@@ -38,8 +34,6 @@ class Counts:
     ids_from: Counter[str] = field(default_factory=Counter[str])
     logprob_kinds: Counter[str] = field(default_factory=Counter[str])
     constrained: Counter[str] = field(default_factory=Counter[str])
-    """Constrained tokens by `TokenConstraint` name."""
-
     ignored: Counter[str] = field(default_factory=Counter[str])
     """Calls by fields without effect (`Call.ignored`)."""
 
@@ -83,7 +77,6 @@ class Counts:
         return self.gaps.get(0, Gap())
 
     def metrics(self) -> dict[str, float]:
-        """One step's; names start with `alignment/`."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         found = {name: float(value) for name, value in values.items() if isinstance(value, int)}
         del found["tokens_unmerged"]
@@ -160,7 +153,6 @@ class AlignmentReport:
 
     @property
     def max_abs_dlogp(self) -> float:
-        """At policy lag 0."""
         return self.whole.at_lag_0.max_abs
 
     def as_json(self) -> dict[str, object]:

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 
 
 HELD_BYTES = 2**30
-"""For weights that evaluations hold besides the newest."""
 
 
 class EmbeddedBackend(TrainerBackend):

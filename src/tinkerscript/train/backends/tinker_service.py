@@ -58,7 +58,6 @@ SAMPLER_WEIGHTS = "/sampler_weights/"
 
 SERVICE_KEY_VARIABLE = "TINKER_API_KEY"
 POINTER = "tinker.json"
-"""Says where the service keeps a checkpoint's weights."""
 
 FIRST_NOTE_S = 20.0
 NEXT_NOTE_S = 60.0

@@ -40,7 +40,6 @@ RECENT_PROMPTS = 32
 PROOF_TOKENS = 512
 
 PROMPTS, RANDOM_TOKENS = 16, 32
-"""For canaries, and while there are too few recent prompts."""
 
 LOAD_S = 1800.0
 """To load the model. A replica's death is noticed at once."""

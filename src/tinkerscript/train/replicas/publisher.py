@@ -40,7 +40,6 @@ from tinkerscript.train.step_metrics import StepFacts
 from tinkerscript.vllm_plugin import ADAPTERS_TOKEN, write_manifest
 
 PROOFS = "replicas.jsonl"
-"""A line per proof, in the run folder."""
 
 
 @dataclass(eq=False)
