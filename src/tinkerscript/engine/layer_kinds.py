@@ -1,7 +1,7 @@
 """`LayerKinds`: what each layer of a model looks back on: the whole text, a window, a chunk, or a state.
 
-Invariant: a window is relied upon only once proved. Proofs use short texts, so `narrowed_windows` narrows
-the windows; one that cannot be narrowed is not proved.
+A window is relied upon only once proved. Proofs use short texts, so `narrowed_windows` narrows the windows
+first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
 Requests join between two steps, and rows leave as they finish. Only new parts of prompts are prefilled
-(`PrefixStore`), long ones in chunks between steps. A row waits for room in the `CacheBudget`; when running
+(`PrefixStore`), long ones in chunks between steps. Rows wait for room in the `CacheBudget`; when running
 rows outgrow it, the newest ones wait again.
 
 Invariants: rows are in their cache's order. An error in one row fails only its request, and does not change

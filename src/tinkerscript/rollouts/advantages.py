@@ -99,8 +99,8 @@ class AdvantageRule:
             raise ValueError(f"pass_k: {k} needs a group of {k} episodes or more, got {size}")
         order = np.argsort(rewards, kind="stable")
         r = rewards[order]
-        # `best`: share of sets in which the i-th lowest reward is the best. `alone`, `beside`: shares of
-        # the sets with a given episode in which its own reward, or a better episode's, is the best.
+        # `best`: share of sets in which the i-th lowest reward is the best. `alone` and `beside`: of the
+        # sets with a given episode, the share in which its own reward, or a better episode's, is the best.
         best = np.array([comb(i, k - 1) for i in range(size)]) / comb(size, k)
         beside = np.array([comb(i - 1, k - 2) if i else 0 for i in range(size)]) / comb(size - 1, k - 1)
         alone = np.array([comb(i, k - 1) for i in range(size)]) / comb(size - 1, k - 1)

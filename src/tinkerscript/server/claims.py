@@ -32,8 +32,8 @@ def gateway_path(number: int) -> str:
 
 
 class ServedModel(ClaimBook):
-    """Its callers share one key, and do not train. Calls are counted, not recorded; the latest stored ones
-    stay in memory, each for its key.
+    """A model with one key for all callers, which does not train. Calls are counted, not recorded; the
+    latest stored ones stay in memory, each for its key.
 
     `token` is the key; None accepts any.
     """
@@ -152,7 +152,7 @@ class LeasedClaims(ClaimBook):
         return self.reserve(claim, num_samples, max_tokens, num_bytes)
 
     def opened(self, key: str, *, gateway: int = 0) -> OpenClaim:
-        """`gateway`: process that asks; 0 is the server itself.
+        """`gateway` is the process that asks; 0 is the server itself.
 
         Raises like `open`, and GatewayError 421 `wrong_gateway` for another process's claim.
         """
@@ -217,7 +217,7 @@ class LeasedClaims(ClaimBook):
         return usage.oldest_version
 
     def _granted(self, usage: _Usage, number: int, max_tokens: int) -> int:
-        """`max_tokens`, or the claim's rest, divided by `number`, if that is less.
+        """Limit `max_tokens` to what the claim has left for each of `number` samples.
 
         Raises GatewayError 403 `claim_limit_exceeded`, or 429 while running calls have reserved the rest.
         """

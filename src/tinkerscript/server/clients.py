@@ -25,7 +25,7 @@ from tinkerscript.errors import QuotaError, UnauthorizedError
 from tinkerscript.protocol import TRAINER_POOL
 from tinkerscript.server.episodes.record import EpisodeRecord
 
-# Less likely rows of failures, at the others' success rate, put a client in quarantine.
+# A row of failures less likely than this, at the others' success rate, puts a client in quarantine.
 CHANCE = 1e-6
 MIN_FAILURES = 8
 PACE_S = 1.0

@@ -295,8 +295,8 @@ class Interchange:
                 wakeup, until = None, self._clock()
 
     def withdraw(self, request: ClaimEpisodeRequest, claims: list[Claim]) -> None:
-        """The client disconnected before the reply. With a request id it keeps the claims, because it will
-        repeat the request."""
+        """Take back claims after a disconnect. With a request id the client keeps them, and repeats its
+        request."""
         if request.claim_request_id:
             return
         failure = Failure(kind=CLIENT_GONE, message="the client hung up before the reply")
@@ -436,7 +436,7 @@ class Interchange:
         return NO_EPISODES
 
     def register(self, new: NewEpisode, *, limited: bool = False) -> None:
-        """All copies or none. `limited`: the pool's quota applies.
+        """Register all copies or none. `limited`: the pool's quota applies.
 
         Raises ValueError for an invalid episode, ConflictError for a known uuid with other content, and
         QuotaError.

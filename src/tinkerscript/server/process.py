@@ -206,9 +206,9 @@ class Gate:
 
 
 class _Terms:
-    """Term after term if the ledger is shared.
+    """Serves a ledger, term after term if it is shared.
 
-    Invariant: a term ends with the first error, and the next reads everything from the ledger.
+    Invariant: a term ends with the first error, and the next one reads everything from the ledger.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ def _lost_ledger(error: BaseException) -> StoreError | None:
 
 
 async def _close(ledger: Ledger) -> None:
-    """Close a term's ledger. A shared one that failed is only logged: the next server continues."""
+    """A shared ledger's failure is only logged, because the next server continues."""
     try:
         await ledger.close()
     except StoreError as error:

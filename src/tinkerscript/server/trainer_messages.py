@@ -243,7 +243,7 @@ class TrainerMessageHandler:
         self._interchange.when_committed(lambda: self._link.send(done))
 
     def _commit(self, message: Commit) -> None:
-        """Write a trainer's rows, each commit once and in order. Trainers repeat unconfirmed ones."""
+        """Write each commit once and in order, although trainers repeat unconfirmed ones."""
         trainer, last = self._link.trainer_id, self._last_commit
         done = last.number if last.trainer == trainer else 0
         if message.number > done + 1:
@@ -404,9 +404,9 @@ class OutcomeStream:
         return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord], reading: int) -> None:
-        """Send outcomes. One that cannot be read or encoded fails alone.
+        """One outcome that cannot be read or encoded fails alone.
 
-        Stops after a `follow`, which has queued these outcomes again.
+        Sending stops after a `follow`, which has queued these outcomes again.
         """
         try:
             first_offers = [each for each in episodes if each.state == "failed" and not each.offered]

@@ -50,8 +50,6 @@ class Group:
     started: int = 0
     payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
     outcomes: dict[str, Outcome | None] = field(default_factory=dict[str, Outcome | None])
-    """By episode uuid; None while running."""
-
     ended: int = 0
     is_judged: bool = True
 
@@ -72,7 +70,7 @@ class Group:
         return [outcome for outcome in self.outcomes.values() if isinstance(outcome, EpisodeAccepted)]
 
     def differs(self, *, by_call: bool) -> bool:
-        """Whether rewards differ (with `by_call` also calls'), which gives a gradient."""
+        """Whether rewards (with `by_call` also calls') differ, which gives a gradient."""
         return len({(each.reward_of(""), *(each.earned if by_call else ())) for each in self.accepted}) > 1
 
 
@@ -197,7 +195,6 @@ class Collector:
     slots: int = 0
     scores: Collection[str] = ()
     judge: GroupJudge | None = None
-    """Rewards complete groups; None: programs reward their episodes."""
 
     def __post_init__(self) -> None:
         self._waiting: dict[str, Group] = {}

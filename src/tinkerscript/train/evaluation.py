@@ -78,7 +78,7 @@ class Evaluator:
     # What the training loop calls
 
     async def run(self) -> None:
-        """The loop raises a NoSuccessError between steps."""
+        """Advance the evaluations. The loop raises a NoSuccessError between steps."""
         try:
             while True:
                 before = self.collector.received

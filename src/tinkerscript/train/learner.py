@@ -150,7 +150,7 @@ class Learner:
     # Groups
 
     def take(self, groups: Iterable[AcceptedGroup], stale: Mapping[str, str] | None = None) -> None:
-        """A role takes only the episodes that called it.
+        """Begin a step. A role takes only the episodes that called it.
 
         `stale`: uuid of a too old episode -> reason. Its reward counts, but it has no sequences.
         """
@@ -280,7 +280,6 @@ class Learner:
 
     @property
     def trains_equal(self) -> bool:
-        """Whether equal rewards train: with a teacher, a KL term, or comparisons across groups."""
         return (
             self.distillation is not None
             or self._penalty is not None

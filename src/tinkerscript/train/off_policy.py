@@ -25,8 +25,6 @@ LagCounts = Counter[int | None]
 @dataclass
 class Fresh:
     groups: list[AcceptedGroup] = field(default_factory=list[AcceptedGroup])
-    """Groups with a fresh episode, and enough to compare it with."""
-
     lags: LagCounts = field(default_factory=LagCounts)
     stale: dict[str, str] = field(default_factory=dict[str, str])
 

@@ -36,7 +36,7 @@ def policy_loss(config: TrainingConfig) -> Loss:
     return loss
 
 
-# Without `dro`, which has no mask, so that prompts would train, and `stable_reinforce`, which has no
+# Left out are `dro`, which has no mask, so that prompts would train, and `stable_reinforce`, which has no
 # published formula.
 SERVICE_LOSSES = frozenset({"ppo", "importance_sampling", "cispo", "gspo"})
 

@@ -54,7 +54,6 @@ class ModelRenderer(ContinuingRenderer):
     def create_conversation_prefix_with_tools(
         self, tools: list[ToolSpec], system_prompt: str = ""
     ) -> list[Message]:
-        """Declare `tools`, followed by any system message."""
         prefix = [Message(role=DECLARATION, content=json.dumps(_declared(tools)))]
         return [*prefix, Message(role="system", content=system_prompt)] if system_prompt else prefix
 

@@ -1,7 +1,6 @@
 """The metrics of a training step (`STEP_METRICS`), and where they go (`metric_loggers`).
 
-A metric is a function of `StepFacts` in the table, or `module:name` in `metrics.extra`. A logger's package
-is needed only if the config names it, and is checked before the run begins.
+A metric is a function of `StepFacts` in the table, or `module:name` in `metrics.extra`.
 """
 
 from __future__ import annotations

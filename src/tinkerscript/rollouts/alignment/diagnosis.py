@@ -1,12 +1,11 @@
 """Compares logprobs: the sampler's with the trainer's, and sibling sequences with each other.
 
 `Gap` measures the difference between sampler and trainer. `diagnose` names its pattern: shifted, truncated,
-of the most likely token, or of tokens not sampled. Servers and trainers have these faults, and noise does
-not. Without a pattern, the finding is `logprob_gap`.
+of the most likely token, or of tokens not sampled. Real servers have these faults. Without a pattern, the
+finding is `logprob_gap`.
 
 `Contradictions` needs no trainer. While the sampled tokens of a group's sequences agree, the same weights
 must give the next token one logprob, and different next tokens probabilities that sum to at most 1.
-Logprobs that are shifted, or of the most likely token, violate this.
 """
 
 from __future__ import annotations

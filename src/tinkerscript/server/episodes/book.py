@@ -35,14 +35,14 @@ from tinkerscript.server.episodes.record import (
     content_digest,
 )
 
-# Not the attempt's fault. After `MAX_FORGIVEN` they do count, so that no client can keep an episode from
-# ending.
+# These failures are not the attempt's fault. After `MAX_FORGIVEN` they do count, so that no client can keep
+# an episode from ending.
 FORGIVEN_KINDS = (HANDED_BACK, CLIENT_GONE, CLIENT_STOPPED)
 MAX_FORGIVEN = 20
 
 KEPT = 10_000  # Clients may still ask about recent consumed episodes.
 
-# Outcomes in undone steps after which a client's sample cannot train again; None: not used.
+# Outcomes in undone steps after which a client's sample cannot train again. None: no such step used it.
 LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT, Use.STALE)
 
 
@@ -320,7 +320,7 @@ class EpisodeBook:
         policy_version: int = 0,
         claim_request_id: str = "",
     ) -> EpisodeRecord | None:
-        """The oldest registered episode. Requeued ones keep their place.
+        """Hand out the oldest registered episode. Requeued ones keep their place.
 
         The caller must check with `answered` that the request is new.
         """
@@ -370,7 +370,7 @@ class EpisodeBook:
         return episode
 
     def abort(self, uuid: str, attempt: int, failure: Failure) -> EpisodeRecord:
-        """Requeue the episode, or fail it with its last attempt. Idempotent.
+        """Fail an attempt: requeue the episode, or fail it if no attempt is left. Idempotent.
 
         Raises UnknownEpisodeError or NotTheOwnerError.
         """
@@ -592,7 +592,8 @@ def _is_planned(episode: EpisodeRecord) -> bool:
 
 
 def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
-    """No member was cancelled, set aside, given up or emptied, and a result was not left out or stale."""
+    """Whether no member was cancelled, set aside, given up or emptied, and a result was not left out or
+    stale."""
     for episode in group:
         is_cancelled = episode.state == "failed" and episode.failures[-1].kind == CANCELLED
         gone = episode.consumed and used.get(episode.sequence, Use.SET_ASIDE) in (Use.SET_ASIDE, Use.GIVEN_UP)

@@ -213,7 +213,7 @@ class LongPollQueue:
     ) -> Wakeup | None:
         """Wait until it is worth trying to claim again, or `answered(request)` is called.
 
-        Returns a wake-up that can be passed on, or None. Raises TimeoutError. A wake-up during a timeout or
+        Returns a wake-up to pass on, or None. Raises TimeoutError. A wake-up during a timeout or
         cancellation is passed on.
         """
         ticket = next(self._tickets)
@@ -305,7 +305,7 @@ class Leases:
         return None
 
     def find_expired(self) -> tuple[EpisodeRecord, str, str] | None:
-        """The episode, and the failure's kind and message.
+        """Find an episode with an expired claim, and the failure's kind and message.
 
         The caller must close the claim before calling again. A running model call counts as activity; only
         the claim's lifetime ends it.

@@ -60,8 +60,8 @@ class EngineRoutes:
         trainer: Sequence[str] = TRAIN_COMMAND,
         ending_s: float = ENDING_S,
     ) -> None:
-        """`trainer`: command that trains, called with a config, `--join` and the run's folder. `ending_s`:
-        seconds for a trainer to stop."""
+        """`trainer`: command, called with a config, `--join` and the run's folder. `ending_s`: seconds for
+        a trainer to stop."""
         self._run_dir = run_dir
         self._command = trainer
         self._ending_s = ending_s

@@ -165,10 +165,8 @@ class EpisodeRoutes:
     async def _readable(
         self, claims: list[Claim], body: ClaimEpisodeRequest, request: Request
     ) -> list[dict[str, Any]] | str:
-        """Convert claims for the reply. An episode that cannot be sent fails, with the reason.
-
-        Returns the `fail_cause` if no claim is left.
-        """
+        """An episode that cannot be sent fails, with the reason. Returns the `fail_cause` if no claim is
+        left."""
         url, readable = self._base_url(request), list[dict[str, Any]]()
         for claim in claims:
             try:

@@ -147,7 +147,6 @@ class TrainerBackend(Publisher):
     async def start_logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        """Logprobs under the weights that the run began with (`FrozenModel.logprobs`)."""
         if self._start is None:
             self._start = await self.open_frozen("")
         return await self._start.logprobs(sequences, temperatures)
@@ -175,8 +174,6 @@ class FrozenModel(ABC):
 
 
 class FrozenSampler(Sampler):
-    """Base of the backends' samplers: one policy version, and Tinker's sampling parameters."""
-
     def __init__(self, policy_version: int) -> None:
         self.policy_version = policy_version
 
@@ -211,8 +208,6 @@ def seed_of_role(seed: int, role: str) -> int:
 @dataclass(frozen=True, slots=True)
 class Stepped:
     metrics: dict[str, float]
-    """`train/loss`, a sum over tokens, and the engine's own metrics, such as `train/grad_norm`."""
-
     logprobs: list[FloatArray]
     """float32 [T] per datum, of its targets before the step. Empty if not returned."""
 

@@ -242,8 +242,6 @@ class _Undelivered:
 
 
 class ProgressRelay:
-    """Carries reports from the engine's thread to the event loop, bundled while the loop is busy."""
-
     def __init__(self, callback: ProgressCallback, loop: asyncio.AbstractEventLoop) -> None:
         self._callback = callback
         self._loop = loop

@@ -30,7 +30,6 @@ SDK_REMEDIES = {
         "pip install 'tinker>=0.24,<0.26', or use a newer server"
     ),
 }
-"""Part of an SDK error's text -> what to do."""
 
 
 def explained(error: BaseException) -> str:
@@ -84,7 +83,7 @@ def awaitable(future: Awaitable[T] | concurrent.futures.Future[T]) -> Awaitable[
 
 
 async def close(service: tinker.ServiceClient, note: Callable[[str], None]) -> None:
-    """Finish the session, or else stop its heartbeats and report why."""
+    """If the session cannot be finished, stop its heartbeats and report why."""
     finish = getattr(service, "close", None)
     if finish is None:
         service.holder.close()
@@ -157,7 +156,6 @@ def _fields(description: Mapping[str, Any], path: str, inner: str) -> set[str]:
 
 
 def _properties(description: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An object's fields; for `anyOf`, the first ones."""
     reference = schema.get("$ref", "")
     if reference:
         name = reference.rpartition("/")[2]

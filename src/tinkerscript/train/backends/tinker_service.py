@@ -274,7 +274,7 @@ class SlowCallNotifier:
     first_note_s: float = FIRST_NOTE_S
 
     async def wait(self, call: Awaitable[T], what: str) -> T:
-        """Raises EngineError for the SDK's errors."""
+        """Raises EngineError for whatever the SDK raises."""
         waiting = asyncio.ensure_future(call)
         loop = asyncio.get_running_loop()
         began, timeout = loop.time(), self.first_note_s

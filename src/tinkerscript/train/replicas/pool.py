@@ -201,8 +201,7 @@ class ReplicaPool(Sampler):
             await asyncio.sleep(RESTART_RETRY_S)
 
     async def _watch(self, replica: Replica) -> None:
-        """Lose the replica if its server does not respond, hangs, or was restarted (its token counter is
-        reset)."""
+        """A restarted server has lost its weights, and its token counter is reset."""
         pause = min(2.0, self.hang_s / 4)
         moved_at = time.monotonic()
         while True:
@@ -228,7 +227,7 @@ class ReplicaPool(Sampler):
     # Versions
 
     async def publish(self, published: Published) -> None:
-        """Replicas that fail to load or prove the version are lost.
+        """Load and prove a version on every serving replica. Those that fail are lost.
 
         Raises EngineError if no replica has the version and none comes back.
         """
@@ -388,7 +387,7 @@ class ReplicaPool(Sampler):
     async def _pin(
         self, affinity: str, deadline: float, *, avoid: Replica | None = None, held: int | None = None
     ) -> Pin:
-        """Raises GatewayError 503."""
+        """Choose where an episode's next call goes. Raises GatewayError 503."""
         pin = self._pins.get(affinity)
         if pin is None:
             replica = await self._least_loaded(deadline, version=held, avoid=avoid)

@@ -21,8 +21,8 @@ from tinkerscript.rollouts.call import FloatArray
 Verdict = Literal["proved", "refused", "undecidable", "unchanged"]
 """`unchanged`: the trainer's logprobs are equal under both versions."""
 
-# A slope closer to 1 than this means the newer version, any other another one, if it is this many standard
-# errors away from the border.
+# A slope closer to 1 than this means the newer version, and any other slope another version, if it is this
+# many standard errors away from the border.
 FROM_ONE = 0.5
 STANDARD_ERRORS = 3.0
 
@@ -52,8 +52,6 @@ class Evidence:
     """Infinite with too few positions."""
 
     gap: float
-    """Largest difference between replica and trainer, in nats."""
-
     tokens: int
 
     def __str__(self) -> str:
@@ -97,7 +95,6 @@ def judge(replica: Scores, trainer: Scores, *, exact: bool = True) -> Evidence:
 
 
 def _jackknife(squares: np.ndarray, products: np.ndarray) -> float:
-    """Standard error of the slope, from leaving out one position each."""
     others = squares.sum() - squares
     if len(squares) < 3 or (others <= 0).any():
         return float("inf")

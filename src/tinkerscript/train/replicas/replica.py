@@ -2,8 +2,7 @@
 
 Its next-token logprobs, always through an adapter, tell which weights it has. vLLM 0.32 has two bugs with
 adapters on the head: scoring a prompt next to other requests kills the engine
-(`punica_wrapper.add_lora_logits` has rows for sampled tokens only), and on CPUs, base model requests get
-the last loaded adapter's head.
+(`punica_wrapper.add_lora_logits`), and on CPUs, base model requests get the last loaded adapter's head.
 """
 
 from __future__ import annotations
