@@ -160,6 +160,7 @@ class RowGroup(Generic[Row]):
 
     bytes: int = 0
     storage: int = 0
+    """A new number, unique in the process, whenever the tensors change."""
 
     @property
     def longest(self) -> int:

@@ -111,6 +111,8 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """Position in the order of ending."""
 
     ended_at: float | None = None
+    """Unix time in seconds."""
+
     offered: int = 0
     """1: a trainer knows of its failure."""
 
@@ -139,6 +141,8 @@ class AttemptRow(Row, frozen=True, kw_only=True):
     client: str
     request_id: str
     claimed_at: float
+    """Unix time in seconds."""
+
     queued_s: float | None = None
     policy_version: int
     """The newest version when it was claimed."""
@@ -156,6 +160,8 @@ class CallRow(Row, frozen=True, kw_only=True):
     episode: int
     attempt: int
     role: str
+    """Empty: the main policy."""
+
     created: int
     """Unix time in seconds; 0: unknown."""
 
@@ -302,6 +308,8 @@ class TokensRow(Row, frozen=True, kw_only=True):
     step: int
     role: str = ""
     sequences: bytes
+    """`ledger.tokens.TrainedSequence`s as msgpack, `packed`."""
+
     undone: int = STANDS
 
     @property

@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 class EngineState:
     status: EngineStatus = "ENGINE.OFFLINE"
     without_trainer: EngineStatus = "ENGINE.OFFLINE"
-    """Without a trainer. ROLLING if an inference server samples instead."""
+    """Status while no trainer is connected. ROLLING if an inference server samples."""
 
     policy_version: int = 0
     global_step: int = 0

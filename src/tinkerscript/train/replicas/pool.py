@@ -201,7 +201,6 @@ class ReplicaPool(Sampler):
             await asyncio.sleep(RESTART_RETRY_S)
 
     async def _watch(self, replica: Replica) -> None:
-        """A restarted server has lost its weights, and its token counter is reset."""
         pause = min(2.0, self.hang_s / 4)
         moved_at = time.monotonic()
         while True:
@@ -213,7 +212,7 @@ class ReplicaPool(Sampler):
             why, before = "", replica.tokens
             try:
                 sampled = await replica.tokens_sampled()
-                if sampled < before:
+                if sampled < before:  # A restart resets the counter, and loses the weights.
                     self.lose(replica, "has been started again")
                 if sampled != before or not replica.in_flight.total():
                     moved_at = now
