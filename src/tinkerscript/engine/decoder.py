@@ -87,7 +87,7 @@ class Decoder(ABC):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer has a state. Such a model continues token by token."""
+        """Whether a layer has a state. Such a model prefills at once, and continues token by token."""
         return False
 
     @abstractmethod
@@ -368,6 +368,8 @@ class FusedDecoder(Decoder):
 class _Places:
     n: int
     rows: Tensor
+    """(n,)"""
+
     lengths: Tensor
     """(n,): tokens before the newest one."""
 
@@ -426,7 +428,7 @@ class _Tree:
 class HubDecoder(Decoder):
     """Any Hugging Face causal model, through its own forward pass and our `KVCache`."""
 
-    spread = 4
+    spread = 4  # Each group is a forward pass.
 
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
@@ -471,6 +473,7 @@ class HubDecoder(Decoder):
             return self._prefill_by_steps(ids, past, begin)
         if not kinds.are_recurrent:
             return self._prefill(ids, lengths, kinds, past, begin)
+        # A state includes all of a row's tokens, so rows are not padded.
         logits: list[Tensor] = []
         states: list[RowState] = []
         order: list[int] = []
@@ -768,7 +771,7 @@ class OwnLogits:
 
     limit: float
     windows: bool = True
-    """Whether these texts exceed the narrowed windows."""
+    """Whether all windows, if any, could be narrowed, so that these texts show them."""
 
 
 @torch.no_grad()

@@ -82,29 +82,24 @@ class EmbeddedEngine:
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
-        Raises EngineError for a model that cannot be loaded or decoded exactly, and ConfigError for an
-        unknown name or too many devices.
+        Close the engine, or use it as a context manager. Raises EngineError for a model that cannot be loaded
+        or decoded exactly, and ConfigError for an unknown name or too many devices.
 
         Args:
-            folder: A string can also be `tiny`, the model that ships with the package, or an id on the
-                Hugging Face Hub.
+            folder: A string can also be `tiny`, which ships with the package, or an id on the Hugging Face Hub.
             checkpoint_dir: Where `save_state` writes.
             seed: For requests without a seed.
             threads: torch's threads, for the whole process.
-            max_batch: The most sequences that decode together.
-            cache_tokens: Tokens of all sequences whose keys and values are held at once. 0: as many as fit
-                into the device's free memory.
+            max_batch: Maximum number of sequences that decode together.
+            cache_tokens: Tokens with keys and values in memory. 0: as many as fit into free memory.
             dtype: Of matrix products: float32, bfloat16, or auto. Weights that train are float32.
             notes: Text files, by name, that `save_state` adds to a checkpoint.
-            lora: Train an adapter over the model, which is frozen and held once, in `dtype`. None: train all
-                weights.
-            activation_checkpointing: Recompute each layer's activations in the backward pass instead of
-                storing them.
-            devices: Number of devices to train on, with one process each. With the device `cuda`, each is a
-                GPU.
+            lora: Train an adapter over the model, which is frozen in `dtype`. None: train all weights.
+            activation_checkpointing: Recompute activations in the backward pass instead of storing them.
+            devices: Number of devices (GPUs with `cuda`) to train on, with one process each.
             sharding: `replicate`: every device has all weights. `shard`: each has a part, and the first one
-                also has all of them, to sample.
-            log_dir: Where the processes of the other devices log.
+                also has all weights, to sample.
+            log_dir: Where the other devices' processes log.
         """
         torch.set_num_threads(threads)
         folder = model_folder(folder, weights=True) if isinstance(folder, str) else folder

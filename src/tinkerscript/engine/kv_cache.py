@@ -322,6 +322,7 @@ class KVCache(Generic[Row]):
         return RowGroup(limit, [replace(layer, states=list(layer.states)) for layer in self._layers])
 
     def _joining(self, lengths: Sequence[int]) -> list[tuple[RowGroup[Row], int, int]]:
+        """Groups that the rows join, with the new number of rows and the new length."""
         joining: dict[int, list[int]] = {}
         for length in lengths:
             joining.setdefault(group_limit(length + 1, self._spread), []).append(length + 1)

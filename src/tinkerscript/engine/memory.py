@@ -52,10 +52,12 @@ class Memory:
 
     @property
     def training(self) -> int:
+        """Peak while training and not sampling."""
         return self.held + self.activations + self.logits
 
     @property
     def sampling(self) -> int:
+        """Peak while sampling and not training."""
         return self.weights + self.adapters + self.kv_cache + self.decoding
 
     @property
@@ -71,9 +73,12 @@ class Workload:
 
     activation_checkpointing: bool = False
     samplers: int = 0
+    """Policy versions that can be sampled from."""
+
     rows: int = 0
     prompt: int = 0
     length: int = 0
+    """Tokens of prompt and reply together."""
 
 
 def peak_memory(
@@ -108,6 +113,7 @@ def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workl
 
 
 def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
+    """Number of parameters, and whether some are the head's."""
     # It imports PEFT, which takes half a second.
     from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
 

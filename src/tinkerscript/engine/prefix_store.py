@@ -29,6 +29,8 @@ WORTH_TOKENS = 64
 @dataclass(frozen=True, slots=True)
 class Prefilled:
     logits: Tensor
+    """(V,): after the last token."""
+
     state: RowState
 
 
@@ -144,6 +146,7 @@ class PrefixStore:
         return path, sum(len(node.ids) for node in path)
 
     def _split(self, node: _Node, at: int) -> _Node:
+        """Split a node after `at` ids. Returns the first part."""
         assert node.parent is not None
         upper = _Node(node.ids[:at], _without_ends(cut(node.state, 0, at)), node.parent, is_end=False)
         node.ids, node.state, node.parent = node.ids[at:], cut(node.state, at), upper

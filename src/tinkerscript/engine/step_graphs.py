@@ -29,6 +29,8 @@ class _Captured:
     """(room,): the newest token in each place for a row, in all groups; arbitrary without a row."""
 
     lengths: Tensor
+    """(room,)"""
+
     logits: Tensor
     """(room, V): written by `replay`."""
 
@@ -79,6 +81,7 @@ class StepGraphs:
 
 
 def _live(groups: Groups) -> list[tuple[int, int]]:
+    """Ranges of each group's rows among all places."""
     begins = [0, *accumulate(group.room_for_rows for group in groups)]
     return [(begin, begin + len(group.rows)) for begin, group in zip(begins, groups, strict=False)]
 

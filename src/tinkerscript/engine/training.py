@@ -387,6 +387,7 @@ class Trainer:
         return tensor
 
     def _clipped_norm(self, limit: float) -> float:
+        """Scale the gradient down to `limit`. Returns the norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.weights.parameters, limit, foreach=True))
 
     def optimizer_state(self) -> dict[str, Any]:

@@ -258,6 +258,7 @@ class Collector:
         self._received.set()
 
     def _close(self, group: Group, then: Callable[[], object] = lambda: None) -> None:
+        """Call `then` once the group is judged, if necessary."""
         if self.judge is None or len(group.accepted) < 2:
             then()
             return

@@ -119,7 +119,7 @@ class ReplayBuffer:
         self._number = (config.replay_uses - 1) * config.groups_per_step
         self._seed = seed
         self._capacity = capacity
-        self._kept: dict[tuple[str, ...], _Kept] = {}
+        self._kept: dict[tuple[str, ...], _Kept] = {}  # By the uuids of a group's episodes.
         self._stale = 0
 
     @property

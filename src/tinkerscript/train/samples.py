@@ -149,6 +149,7 @@ class _WeightedSchedule:
         self._positions: list[tuple[int, int]] = []
 
     def at(self, position: int) -> tuple[int, int]:
+        """(task, index among its samples)"""
         while len(self._positions) <= position:
             ahead = [(taken + 0.5) / weight for taken, weight in zip(self._taken, self._weights, strict=True)]
             task = ahead.index(min(ahead))

@@ -126,6 +126,7 @@ def load_data(config: RunConfig, model: Path) -> Chats:
 
 
 async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
+    """Where the run continues, and the next chat's number."""
     history = (await begin(ledger, folder.whole_checkpoints(), time=time.time())).history
     undo = "UPDATE {s}episodes SET undone = ? WHERE undone = 0 AND step > ?"
     ledger.execute(undo, history.resumption, history.step)
@@ -280,6 +281,7 @@ class SupervisedRun:
         self.parts.folder.checkpointed()
 
     def held_out_curve(self, name: str = HELD_OUT) -> list[tuple[int, float]]:
+        """(step, value) of each measurement."""
         path = self.parts.folder.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         entries = [json.loads(line) for line in lines]

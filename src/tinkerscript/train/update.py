@@ -109,5 +109,6 @@ class PolicyUpdate:
 
 
 def claims_of(step: TrainingStep) -> list[tuple[str, int]]:
+    """(episode uuid, attempt) of what a step trains on, without replays."""
     fresh: list[EpisodeAccepted] = [each for _, accepted in step.groups for each in accepted]
     return [(each.episode_uuid, each.attempt) for each in fresh]

@@ -34,7 +34,7 @@ from tinkerscript.server.episodes.record import (
     Status,
 )
 
-RequestKey = tuple[str, str]
+RequestKey = tuple[str, str]  # `client_uuid` and `claim_request_id`.
 
 # Consumed episodes that only the ledger has, by pool, type and state.
 PastCounts = Mapping[tuple[str, EpisodeType, State], int]
@@ -46,7 +46,7 @@ class StoredEpisodes(NamedTuple):
 
     past: PastCounts = MappingProxyType({})
     last_sequence: int = 0
-    """Of all episodes, not only those present; so is `last_end`."""
+    """The highest of all episodes, not only the ones present. `last_end` likewise."""
 
     last_end: int = 0
 
@@ -197,6 +197,7 @@ class LongPollQueue:
             _wake(client)
 
     def pass_on(self, wakeup: Wakeup) -> bool:
+        """Return False if no client waits."""
         keys: list[tuple[str, ClaimType]] = [(wakeup.pool, wakeup.episode_type), (wakeup.pool, "any")]
         heads = [(next(iter(self._queues[key])), key) for key in keys if key in self._queues]
         ticket, key = min(heads, default=(wakeup.before, keys[0]))

@@ -65,6 +65,7 @@ class Replica:
 
     @property
     def load(self) -> tuple[int, int]:
+        """(running calls, pinned episodes)"""
         return len(self._calls), self.pinned
 
     @property
