@@ -86,7 +86,7 @@ class EmbeddedEngine:
         or decoded exactly, and ConfigError for an unknown name or too many devices.
 
         Args:
-            folder: A string can also be `tiny`, which ships with the package, or an id on the Hugging Face Hub.
+            folder: A string can also be `tiny`, which ships with the package, or a Hugging Face id.
             checkpoint_dir: Where `save_state` writes.
             seed: For requests without a seed.
             threads: torch's threads, for the whole process.
