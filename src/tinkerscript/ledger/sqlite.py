@@ -3,7 +3,7 @@
 With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9, but not a power failure. It
 takes tens of microseconds, so it runs on the event loop; batches over `LONG_BATCH` use a thread. At
 `LOG_BYTES`, a thread syncs the log into the file. Rows in `SYNCED` are synced at once. With `full`
-(synchronous=FULL) a thread syncs each commit.
+(synchronous=FULL) a thread syncs each commit, which then survives a power failure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tinkerscript.ledger.rows import (
 from tinkerscript.rollouts.call import Call
 
 LOG_BYTES = 2**22  # The write-ahead log is moved into the file at this size.
-LONG_BATCH = 1000
+LONG_BATCH = 1000  # Rows that take about 10 ms to write.
 LONG_BYTES = 2**22  # Payloads, calls and transcripts that take as long.
 
 # After a power failure, no policy version may be used twice, and no checkpoint may be ahead of the ledger.

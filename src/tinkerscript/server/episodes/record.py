@@ -33,10 +33,10 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 # Kinds of failures that only the server records.
 UNDELIVERABLE = "undeliverable"  # The result is too large for a message to the trainer.
 CANCELLED = "cancelled"
-BAD_PAYLOAD = "bad_payload"  # It fits in no reply.
+BAD_PAYLOAD = "bad_payload"  # The payload fits in no reply.
 LEASE_EXPIRED = "lease_expired"
-CLAIM_EXPIRED = "claim_expired"  # Its maximum lifetime is over.
-CLIENT_GONE = "client_gone"  # It disconnected before it got the claim.
+CLAIM_EXPIRED = "claim_expired"  # The claim's maximum lifetime is over.
+CLIENT_GONE = "client_gone"  # The client disconnected before it got the claim.
 WORKER_DIED = "worker_died"  # Reported by its trainer.
 CLIENT_STOPPED = "client_stopped"
 
@@ -81,6 +81,8 @@ class EpisodeRecord:
 
     lease_s: float = 0.0
     claimed_at: float = 0.0
+    """Unix time of the last claim; 0 before the first."""
+
     queued_at: float = 0.0
     """Unix time since which it waits; 0: before a restart. Not stored."""
 
@@ -131,6 +133,7 @@ class EpisodeRecord:
         return min(self.renewed_at + self.lease_s, self.ends_at)
 
     def why_lost(self, attempt: int) -> str:
+        """Why this claim does not hold the lease; empty if it does."""
         if attempt == self.attempt and self.state == "claimed":
             return ""
         name = f"claim {attempt} of episode {self.uuid}"
@@ -142,6 +145,7 @@ class EpisodeRecord:
         return f"{name} was never made; the last one is {self.attempt}"
 
     def why_failure_stands(self) -> str:
+        """Why this failed episode cannot be retried; empty if it can."""
         if self.consumed:
             return (
                 f"the trainer has used the failure of episode {self.uuid!r} and its group is closed: "
