@@ -1,4 +1,4 @@
 """The embedded engine: samples and trains a Hugging Face causal language model with Tinker's methods.
 
-Nothing is imported here, so that `tinkerscript.engine.tiny` can be located without torch.
+Imports nothing, so that `tinkerscript.engine.tiny` is found without torch.
 """

@@ -1,10 +1,10 @@
 """`EngineContext`: what all clients of one engine share. `EngineThread`: the one thread that owns torch.
 
-Jobs run in submission order, long ones in slices. After each slice, sampling gets the thread for as long as
-the slice took, so a token waits for at most one slice and neither side starves the other.
+Jobs run in order, long ones in slices. After each slice, sampling gets the thread for as long, so neither
+side starves.
 
-Invariants: every future resolves, with the error if a job fails. Within `max_context` the decoder computes
-exactly what the model does: it ends where a rotary embedding would change with the text's length.
+Invariants: every future resolves, with the error if a job fails. Within `max_context` the decoder equals
+the model: it ends where a rotary embedding would change with the length.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from tinkerscript.engine.kv_cache import CacheBudget
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError, EngineRequestError
 
-# Names that model configs use for the context length.
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
 
 
@@ -43,7 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16")
-"""Processor features, as torch names them, that make bfloat16 no slower than float32."""
+"""Processor features, as torch names them, with which bfloat16 is no slower than float32."""
 
 
 T = TypeVar("T")
@@ -54,25 +53,20 @@ class EngineContext:
     folder: Path
     thread: EngineThread
     decode: Callable[[list[int]], str]
-    """Turns ids into text, including special tokens."""
-
     random: np.random.Generator
     max_batch: int
     max_context: int
-    """Token limit of prompt and reply together."""
-
     vocabulary: int
     eos_ids: frozenset[int]
     grammars: Grammars
 
     budget: CacheBudget
-    """Of the keys and values of all weights that are sampled from."""
 
     def run(self, job: Callable[[], T]) -> APIFuture[T]:
         return AwaitableConcurrentFuture(self.thread.call(job))
 
     def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
-        """The prompt, if `room` more tokens fit. Raises EngineRequestError otherwise."""
+        """Raises EngineRequestError unless the prompt and `room` more tokens fit."""
         if not ids:
             raise EngineRequestError("prompt: the prompt is empty")
         if len(ids) + room > self.max_context:
@@ -94,7 +88,7 @@ def open_context(
     max_context: int,
     thread: EngineThread | None = None,
 ) -> EngineContext:
-    """Starts a thread unless `thread` is given. Raises EngineError if the config lacks a context length."""
+    """Starts a thread unless one is given. Raises EngineError if the config lacks a context length."""
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = text_config_of(model).vocab_size
     eos_ids = eos_ids_of(model)
@@ -112,18 +106,18 @@ def open_context(
         eos_ids=eos_ids,
         budget=budget,
         grammars=Grammars(folder / "tokenizer.json", vocabulary=vocabulary, end_id=min(eos_ids, default=0)),
-        # The thread comes last, because nothing could close it if a later step raised.
+        # Last, because nothing could close it if a later step raised.
         thread=thread or EngineThread(),
     )
 
 
 def exact_context(config: PreTrainedConfig) -> int:
-    """The limit of prompt and reply together. Raises EngineError if the config lacks a context length."""
+    """Raises EngineError if the config lacks a context length."""
     return min(_limits(config))[0]
 
 
 def short_context(config: PreTrainedConfig) -> str | None:
-    """Why `exact_context` is less than half of the model's own limit, if it is."""
+    """Why `exact_context` is below half of the model's own limit."""
     (own, _), *_ = limits = _limits(config)
     held, reason = min(limits)
     if 2 * held >= own:
@@ -136,7 +130,6 @@ def short_context(config: PreTrainedConfig) -> str | None:
 
 
 def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
-    """(tokens, reason): the model's own limit, then the engine's."""
     settings: Any = config.get_text_config()
     lengths = [value for name in LENGTHS if isinstance(value := getattr(settings, name, None), int)]
     if not lengths:
@@ -150,7 +143,7 @@ def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
 
 
 def check_device(device: str) -> None:
-    """Raises EngineError for a device that torch or this machine does not have."""
+    """Raises EngineError if `device` does not exist here."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -162,8 +155,7 @@ def check_device(device: str) -> None:
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:
-    """`auto` is bfloat16 if `device` has it in hardware, else float32. Raises EngineError for unknown
-    names."""
+    """`auto`: bfloat16 if `device` has it in hardware, else float32. Raises EngineError."""
     if name == "auto":
         return torch.bfloat16 if _has_bfloat16(torch.device(device)) else torch.float32
     if name not in DTYPES:
@@ -188,7 +180,7 @@ def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 Slices = Generator[None, None, T]
-"""Work that yields wherever sampling may run, and returns its result."""
+"""Work that yields where sampling may run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +190,11 @@ class Job:
 
 
 Sampling = tuple[RunningBatch, Request | None]
-"""A batch and a request to join it. None: cut the batch."""
+"""A batch and a request for it. None: cut the batch."""
 
 
 class EngineThread:
-    """Runs jobs in order, and keeps every busy `RunningBatch` decoding."""
+    """Runs jobs in order, and steps every busy `RunningBatch`."""
 
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Job | Sampling | None] = queue.SimpleQueue()
@@ -211,7 +203,7 @@ class EngineThread:
         self._batches: list[RunningBatch] = []
         self._ended = False
         self._closed = False
-        # Held while putting into the inbox, so that nothing follows the item that closes the engine.
+        # Nothing may follow the item that closes the engine.
         self._entrance = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="tinkerscript-engine", daemon=True)
         self._thread.start()
@@ -224,7 +216,7 @@ class EngineThread:
         return self.call_in_slices(whole)
 
     def call_in_slices(self, begin: Callable[[], Slices[T]]) -> Future[T]:
-        """Run a generator. Sampling runs whenever it yields; other jobs wait."""
+        """Sampling runs when the generator yields; other jobs wait."""
         future: Future[T] = Future()
         self._put(Job(begin, future))
         return future
@@ -280,7 +272,6 @@ class EngineThread:
             self._batches.append(batch)
 
     def _work(self) -> None:
-        """Run a slice of the current job, or of the next one that is not cancelled."""
         while self._running is None and self._jobs and not self._ended:
             job = self._jobs.popleft()
             if job.future.set_running_or_notify_cancel():
@@ -298,7 +289,6 @@ class EngineThread:
             future.set_exception(error)
 
     def _decode(self, seconds: float) -> None:
-        """Step every batch once; while there are jobs, for `seconds`."""
         until = time.monotonic() + (seconds if self._running or self._jobs else 0)
         while self._batches and not self._ended:
             for batch in list(self._batches):

@@ -1,11 +1,10 @@
 """`Decoder`: a frozen copy of the weights that prefills prompts and decodes one token per row and step.
 
-`FusedDecoder` is written for the Llama family (Llama, Mistral, Qwen2, Qwen3); `HubDecoder` drives any other
-Hugging Face causal model through its own forward pass, whatever its layers keep (`LayerKinds`). Both decode
-over a `KVCache`.
+`FusedDecoder` is written for the Llama family (Llama, Mistral, Qwen2, Qwen3); `HubDecoder` runs any other
+Hugging Face causal model through its own forward pass. Both decode over a `KVCache`.
 
-Invariants: a decoder gives the model's own logits, which `decoder_for` proves on random tokens before a kind
-of decoder is used. Attention never reaches beyond a row's own length.
+Invariant: a decoder gives the model's own logits. `decoder_for` proves this on random tokens before a kind
+of decoder is used.
 """
 
 from __future__ import annotations
@@ -36,65 +35,59 @@ FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 PROOF_FACTOR, PROOF_FACTOR_OF_HALF = 30.0, 4.0
-"""What is proved may differ from the model by this many times what rounding does to the model itself, in
-float32 and in bfloat16. With logits of 2 to 40, what is right differs by 0.1 to 3.5 and by 0.1 to 1 times
-that; a scale of attention that is off by a fifth by 50,000 and by 6 times."""
+"""Factors by which a correct decoder may exceed the model's rounding noise, in float32 and bfloat16.
+Correct ones measured 0.1 to 3.5 and 0.1 to 1; a wrong attention scale 50,000 and 6."""
 
 
 PROOF_FLOOR, PROOF_CEILING = 1e-6, 1.0
-"""Nats by which log probabilities may always differ, and by which they never may."""
+"""Nats by which log probabilities may always differ, and never."""
 
 
 NO_ADAPTER = "none"
-"""A name that no adapter has: a LoRA layer for which it is active computes what its base layer does."""
+"""Not an adapter's name: a LoRA layer with it active computes its base layer."""
 
 
 LOGITS_ENTRIES = 2**25
-"""Most entries (tokens times vocabulary) of logits that are held at once: 128 MiB in float32."""
+"""Maximum tokens times vocabulary of logits in memory: 128 MiB in float32."""
 
 
 LOGITS_ENTRIES_OF_DEVICES = 2**27
-"""The same on an accelerator, whose products want more rows."""
+"""Accelerators prefer larger products."""
 
 
 FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-"""What the forward pass of a model that cannot take our inputs raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTensors:
-    """A LoRA adapter that no training changes: W x becomes W x + scale B A x."""
+    """A frozen LoRA adapter: W x becomes W x + scale B A x."""
 
     scale: float
     modules: Mapping[str, tuple[Tensor, Tensor]]
-    """Path of a linear module in the model -> A (rank, in) and B (out, rank), float32."""
+    """Path of a linear module -> A (rank, in) and B (out, rank), float32."""
 
     slot: str = ""
-    """The adapter of the module tree that takes these tensors, for a decoder that computes with the tree."""
+    """Name of the adapter in the module tree, for decoders that compute with the tree."""
 
 
 class Decoder(ABC):
     """Weights are frozen at construction. B rows, P prompt positions, V vocabulary."""
 
     device: torch.device
-    """Where ids, lengths and logits live."""
-
     dtype: torch.dtype
-    """The dtype of the copied weights, keys, values and logits."""
-
     spread: float
-    """A step takes rows together unless their lengths differ by more than this factor (`KVCache`)."""
+    """Rows share a step if their lengths differ by at most this factor (`KVCache`)."""
 
     @abstractmethod
     def with_adapter(self, adapter: AdapterTensors) -> Decoder:
-        """A decoder of the same weights with `adapter` over them. The weights are shared, not copied."""
+        """A decoder of the same (shared) weights with `adapter`."""
 
     def forget(self) -> None:  # noqa: B027 (only what computes with the module tree has anything to forget)
-        """Something else than this decoder, and those made from it, has changed the adapters of the model."""
+        """Note that something else changed the model's adapters."""
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer has a state. Such a model prefills in one piece, and goes on token by token."""
+        """Whether a layer has a state. Such a model prefills at once, and continues token by token."""
         return False
 
     @abstractmethod
@@ -103,7 +96,7 @@ class Decoder(ABC):
     ) -> tuple[Tensor, list[RowState]]:
         """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), and the rows' states.
 
-        With the `past` of a row of `begin` tokens, ids (1, P) go on from there, and the state is that of all.
+        With the `past` of a row of `begin` tokens, ids (1, P) continue it. The state is of the whole row.
         """
 
     @abstractmethod
@@ -112,17 +105,16 @@ class Decoder(ABC):
 
     @abstractmethod
     def step(self, ids: Tensor, groups: Sequence[RowGroup[Any]]) -> Tensor:
-        """ids (n,): the newest token of the rows of all groups -> logits (n, V).
+        """ids (n,): the newest token of each row in all groups -> logits (n, V).
 
-        Writes the position after those that a row has, for which there is room, and attends up to it. The
-        lengths of the groups are left as they are.
+        Writes the next position, which must be reserved. Does not change the groups' lengths.
         """
 
 
 class FusedDecoder(Decoder):
     """Llama-family decoder with fused projections: about a fifth of the module tree's operations.
 
-    Each product is of an input (N, in) with a weight (in, out).
+    Weights are (in, out), inputs (N, in).
     """
 
     spread = 1.25
@@ -130,10 +122,8 @@ class FusedDecoder(Decoder):
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
     ) -> None:
-        """`shares`: use the model's own weights, which must be frozen and of `dtype`.
-
-        The projections that are fused become views of the fused weights, so that nothing is held twice.
-        """
+        """`shares`: use the model's own weights, which must be frozen and of `dtype`. Fused projections
+        become views."""
         self.device, self.dtype = model.device, dtype
         self._shares = shares
         self._lora: list[dict[str, _Factors]] = []
@@ -181,7 +171,6 @@ class FusedDecoder(Decoder):
 
     @property
     def _widths(self) -> list[dict[str, list[int]]]:
-        """Per layer, the output widths of the projections that each weight fuses."""
         q, kv = self._heads * self._head_dim, self._kv_heads * self._head_dim
         return [
             {
@@ -200,7 +189,6 @@ class FusedDecoder(Decoder):
         return self._copy(weight).t() if self._shares else self._copy(weight).t().contiguous()
 
     def _fused(self, projections: Sequence[Any]) -> Tensor:
-        """The weights of several projections side by side (in, out)."""
         weight = torch.cat([projection.weight.detach() for projection in projections])
         if self._shares:
             for projection, part in zip(
@@ -219,7 +207,7 @@ class FusedDecoder(Decoder):
             "norm_2": self._copy(layer.post_attention_layernorm.weight),
             "qkv": self._fused(projections),
             "qkv_bias": None if biases[0] is None else self._copy(torch.cat(biases)),
-            # One weight row per head, so that q and k are normalized in one operation: (heads + kv_heads, D)
+            # One row per head normalizes q and k in one operation: (heads + kv_heads, D)
             "qk_norm": self._copy(
                 torch.cat(
                     [
@@ -236,7 +224,7 @@ class FusedDecoder(Decoder):
         }
 
     def _rotary_tables(self, base: Any, positions: int) -> tuple[Tensor, Tensor]:
-        """cos and sin (positions, 1, D); sin carries rotate_half's sign, so that a roll does the rest."""
+        """cos and sin (positions, 1, D). sin carries rotate_half's sign, so only a roll is left."""
         ids = torch.arange(positions, device=self._embedding.device)[None]
         cos, sin = base.rotary_emb(self._embedding[:1, None], ids)
         half = self._head_dim // 2
@@ -247,7 +235,6 @@ class FusedDecoder(Decoder):
         return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
 
     def _with_lora(self, output: Tensor, h: Tensor, index: int, kind: str) -> Tensor:
-        """`output` of a product with h, and what the adapter adds to it."""
         return _plus(output, h, self._lora[index].get(kind)) if self._lora else output
 
     def _qkv(self, h: Tensor, index: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,8 +280,8 @@ class FusedDecoder(Decoder):
     def _hidden(
         self, ids: Tensor, past: RowState | None = None, begin: int = 0, *, keep: bool = True
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """ids (B, P) -> hidden states (B, P, C), and to `keep`, per layer, all keys and values, those of the
-        `begin` tokens of the past included (B, kv_heads, begin + P, D)."""
+        """ids (B, P) -> hidden states (B, P, C); with `keep`, also all keys and values per layer (B,
+        kv_heads, begin + P, D)."""
         B, P = ids.shape
         x = self._embedding[ids.reshape(-1)]  # (B*P, C)
         cos, sin = (table[begin : begin + P].repeat(B, 1, 1) for table in (self._cos, self._sin))
@@ -307,7 +294,7 @@ class FusedDecoder(Decoder):
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
             if past is not None:
                 k, v = _after(past[index].keys, k), _after(past[index].values, v)
-            # Right padding: causal attention alone keeps real positions from seeing the padding.
+            # With right padding, causal attention keeps real positions from seeing it.
             o = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -320,7 +307,7 @@ class FusedDecoder(Decoder):
             x = self._with_lora(torch.addmm(x, h, layer["out"]), h, index, "out")
             x = self._mlp(x, index)
             if keep:
-                keys.append(k.contiguous())  # Not views, which would keep the queries too.
+                keys.append(k.contiguous())  # Views would keep the queries too.
                 values.append(v.contiguous())
         return x.view(B, P, -1), keys, values
 
@@ -332,7 +319,6 @@ class FusedDecoder(Decoder):
     def _step_of_storage(
         self, ids: Tensor, lengths: Sequence[Tensor], groups: Sequence[RowGroup[Any]]
     ) -> Tensor:
-        """A step of all places for rows, whatever rows there are, which attends to all places for tokens."""
         places = [
             _Places.of_storage(each, group.room_for_tokens, self.dtype)
             for each, group in zip(lengths, groups, strict=True)
@@ -358,7 +344,7 @@ class FusedDecoder(Decoder):
         return self._logits(x)
 
     def _attend_in(self, kept: LayerCache, places: _Places, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v of the newest tokens of a group's rows -> (n, heads * D)."""
+        """q, k, v of a group's newest tokens -> (n, heads * D)."""
         n, longest = places.n, places.longest
         if places.mask is None:
             kept.keys[0, :, longest] = k[0]
@@ -380,8 +366,6 @@ class FusedDecoder(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the newest tokens of a group's n rows go, and what they attend to."""
-
     n: int
     rows: Tensor
     """(n,)"""
@@ -391,7 +375,7 @@ class _Places:
 
     longest: int
     mask: Tensor | None
-    """(n, 1, 1, longest + 1); None of a single row, which attends to all."""
+    """(n, 1, 1, longest + 1); None: a single row attends to everything."""
 
     @classmethod
     def of(cls, group: RowGroup[Any], device: torch.device, dtype: torch.dtype) -> _Places:
@@ -407,16 +391,16 @@ class _Places:
 
 
 def _after(past: Tensor | None, new: Tensor) -> Tensor:
-    """Keys or values (kv_heads, M, D) of a row's past, and (1, kv_heads, P, D) of what follows."""
+    """Concatenate a row's past (kv_heads, M, D) and (1, kv_heads, P, D)."""
     return new if past is None else torch.cat([past[None], new], dim=2)
 
 
 _Factors = tuple[Tensor, Tensor]
-"""What an adapter adds to a product of h (N, in): h @ (in, ranks) @ (ranks, out), float32."""
+"""An adapter's addition to a product of h (N, in): h @ (in, ranks) @ (ranks, out), float32."""
 
 
 def _factors(adapter: AdapterTensors, names: Sequence[str], widths: Sequence[int]) -> _Factors | None:
-    """Of the modules that one weight fuses, each `widths` wide; None if the adapter has none of them."""
+    """For modules fused into one weight, of the given widths; None if the adapter has none."""
     there = [(at, *adapter.modules[name]) for at, name in enumerate(names) if name in adapter.modules]
     if not there:
         return None
@@ -438,16 +422,13 @@ def _plus(output: Tensor, h: Tensor, factors: _Factors | None) -> Tensor:
 
 @dataclass(slots=True)
 class _Tree:
-    """A module tree that decoders of several adapters compute with."""
-
     adapter: AdapterTensors | None = None
-    """What it computes with, if a decoder was the last to say so."""
 
 
 class HubDecoder(Decoder):
-    """Any causal model of the Hugging Face library, through its own forward pass and our `KVCache`."""
+    """Any Hugging Face causal model, through its own forward pass and our `KVCache`."""
 
-    spread = 4  # Each group is a forward pass of its own.
+    spread = 4  # Each group is a forward pass.
 
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
@@ -460,7 +441,7 @@ class HubDecoder(Decoder):
             self._model = model
             return
         self._model = copy.deepcopy(model).requires_grad_(False).eval()
-        # Buffers keep their dtype, so rotary frequencies stay exact, as when a model is loaded in `dtype`.
+        # Buffers keep their dtype, so rotary frequencies stay exact.
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(dtype)
 
@@ -473,8 +454,7 @@ class HubDecoder(Decoder):
         self._tree.adapter = None
 
     def _apply(self) -> None:
-        """Make the module tree compute with the adapter. It is walked only if it does not: for a step of one
-        token that takes as long as the step."""
+        """Walking the tree takes as long as a step, so only if necessary."""
         if self._adapter is not None and self._tree.adapter is not self._adapter:
             self._tree.adapter = None
             _put_into_tree(self._model, self._adapter)
@@ -493,7 +473,7 @@ class HubDecoder(Decoder):
             return self._prefill_by_steps(ids, past, begin)
         if not kinds.are_recurrent:
             return self._prefill(ids, lengths, kinds, past, begin)
-        # A state is that after all of a row's tokens, so rows are not padded.
+        # A state includes all of a row's tokens, so rows are not padded.
         logits: list[Tensor] = []
         states: list[RowState] = []
         order: list[int] = []
@@ -528,7 +508,7 @@ class HubDecoder(Decoder):
         return logits, states
 
     def _prefill_by_steps(self, ids: Tensor, past: RowState, begin: int) -> tuple[Tensor, list[RowState]]:
-        """Go on token by token: the library's recurrent layers take several tokens only from the start."""
+        """The library's recurrent layers take several tokens only from the start."""
         cache: KVCache[int] = KVCache()
         cache.add([0], past, begin)
         logits = ids.new_empty(0)
@@ -564,7 +544,7 @@ class HubDecoder(Decoder):
 
 
 def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
-    """An empty cache that keeps all positions of layers with a window too: rows are padded on the right."""
+    """Rows are right-padded, so it keeps all positions, even with a window."""
     if not kinds.are_recurrent:
         return DynamicCache()
     cache = DynamicCache(config=config)
@@ -575,7 +555,6 @@ def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
 
 
 def _cache_after(past: RowState, begin: int) -> DynamicCache:
-    """transformers' cache of a row of `begin` tokens."""
     cache = DynamicCache()
     cache.layers = []
     for state in past:
@@ -585,7 +564,7 @@ def _cache_after(past: RowState, begin: int) -> DynamicCache:
             layer.cumulative_length = begin
         if state.keys is not None and state.values is not None:
             layer.lazy_initialization(state.keys, state.values)
-            # The next token is one of its window.
+            # The window includes the next token.
             first = 0 if state.window is None else max(0, state.keys.shape[1] - state.window + 1)
             layer.keys, layer.values = state.keys[None, :, first:], state.values[None, :, first:]
         cache.layers.append(layer)
@@ -593,7 +572,6 @@ def _cache_after(past: RowState, begin: int) -> DynamicCache:
 
 
 def _state_of(layer: Any, row: int, end: int, window: int | None) -> LayerState:
-    """What a layer of transformers' cache has of a row of `end` tokens."""
     states = (getattr(layer, "conv_states", None), getattr(layer, "recurrent_states", None))
     keys, values = (getattr(layer, name, None) for name in ("keys", "values"))
     begin = 0 if window is None or layer.is_sliding else max(0, end - window)
@@ -606,8 +584,7 @@ def _state_of(layer: Any, row: int, end: int, window: int | None) -> LayerState:
 
 
 def _step_mask(kinds: LayerKinds, lengths: Tensor, longest: int, dtype: torch.dtype, kind: str) -> Tensor:
-    """The mask of a step for layers of a kind. A ring has the tokens of the window and no others, in places
-    that are filled from the first one on, as a cache of all positions has them."""
+    """A ring holds exactly its window, in places filled from the first."""
     mask = attention_mask(lengths, longest, dtype)
     if kind == SLIDING:
         return mask[..., : kinds.width]
@@ -618,7 +595,6 @@ def _step_mask(kinds: LayerKinds, lengths: Tensor, longest: int, dtype: torch.dt
 
 
 def _put_into_tree(model: PreTrainedModel, adapter: AdapterTensors) -> None:
-    """Make the module tree compute with `adapter`, and with no other."""
     for name, module in model.named_modules():
         if not hasattr(module, "lora_A"):
             continue
@@ -632,8 +608,8 @@ def _put_into_tree(model: PreTrainedModel, adapter: AdapterTensors) -> None:
 
 
 class _SlotLayer(DynamicLayer):
-    """A layer of a group for one step: writes position lengths[i] of row i, returns [0, longest], or the
-    window's places."""
+    """A group's layer for one step: writes position lengths[i] of row i, returns [0, longest] or the
+    window."""
 
     def __init__(self, kept: LayerCache, lengths: Tensor, longest: int) -> None:
         super().__init__()
@@ -662,8 +638,6 @@ class _SlotLayer(DynamicLayer):
 
 
 class _SlotState(LinearAttentionLayer):
-    """A recurrent layer of a group, whose state transformers updates in place."""
-
     is_sliding = False
 
     def __init__(self, kept: LayerCache, rows: int) -> None:
@@ -672,8 +646,6 @@ class _SlotState(LinearAttentionLayer):
 
 
 class _SlotLayerWithState(_SlotLayer, LinearAttentionLayer):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """A layer that has both."""
-
     def __init__(self, kept: LayerCache, lengths: Tensor, longest: int) -> None:
         LinearAttentionLayer.__init__(self)
         _SlotLayer.__init__(self, kept, lengths, longest)
@@ -691,8 +663,6 @@ def _take_states(layer: LinearAttentionLayer, kept: LayerCache, rows: int) -> No
 
 
 class _SlotCache(Cache):
-    """A Hugging Face cache over the rows of a group, for one decoding step."""
-
     def __init__(self, group: RowGroup[Any], lengths: Tensor, longest: int) -> None:
         layers: list[Any] = []
         for kept in group.layers:
@@ -706,12 +676,11 @@ class _SlotCache(Cache):
 
 
 def backbone_output(model: PreTrainedModel, **inputs: Any) -> Any:
-    """What the layers of `model` give its head for `inputs`: `last_hidden_state` (B, N, C) among others."""
+    """What the head gets from the layers: `last_hidden_state` (B, N, C) and more."""
     return _backbone(model)(**inputs)
 
 
 def _backbone(model: PreTrainedModel) -> Any:
-    """What the head's input comes from: of a model with towers for images or sounds too, all but the head."""
     own: Any = model.get_decoder()
     if own is model or model.config.get_text_config() is not model.config:
         own = model.base_model
@@ -721,7 +690,7 @@ def _backbone(model: PreTrainedModel) -> Any:
 def head_logits(model: PreTrainedModel, output: Any, hidden: Tensor) -> Tensor:
     """Logits (B, n, V) of states (B, n, C), some of those in `output`.
 
-    The model's own forward pass computes them, so scales and caps of its logits are kept.
+    The model's own forward pass keeps scales and caps.
     """
     part = type(output)(**{**output, "last_hidden_state": hidden})
     with redirected(_backbone(model), lambda *_, **__: part):
@@ -730,13 +699,12 @@ def head_logits(model: PreTrainedModel, output: Any, hidden: Tensor) -> Tensor:
 
 
 def logits_rows(vocabulary: int, device: torch.device) -> int:
-    """How many tokens' logits are held at once."""
     return max(1, (LOGITS_ENTRIES if device.type == "cpu" else LOGITS_ENTRIES_OF_DEVICES) // vocabulary)
 
 
 @contextmanager
 def redirected(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
-    """A context in which a call of `module` runs `forward`, between its hooks, such as those of FSDP."""
+    """Make a call of `module` run `forward`, between its hooks, such as FSDP's."""
     module.forward = forward
     try:
         yield
@@ -753,11 +721,10 @@ def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
 def decoder_for(
     model: PreTrainedModel, own: OwnLogits | None = None, *, frozen: bool
 ) -> type[FusedDecoder | HubDecoder]:
-    """The fastest kind of decoder that gives the model's own logits, up to rounding in the model's dtype.
+    """The fastest kind of decoder that gives the model's own logits, up to rounding.
 
-    `own`: the model's, if they are there already. The proof of a `frozen` model needs no copy of its weights.
-    Raises EngineError if no kind does, naming
-    the model type and the differences.
+    `own`: the model's, if already computed. The proof of a `frozen` model copies no weights. Raises
+    EngineError with the differences if every kind fails.
     """
     kinds = (FusedDecoder, HubDecoder) if model.config.model_type in FUSED_MODEL_TYPES else (HubDecoder,)
     own = own or own_logits(model)
@@ -785,7 +752,7 @@ def decoder_for(
 
 
 def text_config_of(model: PreTrainedModel) -> Any:
-    """The config of the language model in `model`. Raises EngineError if it names no vocabulary."""
+    """The language model's config. Raises EngineError if it names no vocabulary."""
     config: Any = model.config.get_text_config()
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise EngineError(f"the config of model type {model.config.model_type!r} names no vocab_size")
@@ -794,30 +761,24 @@ def text_config_of(model: PreTrainedModel) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OwnLogits:
-    """What a model gives for sequences that branch at two depths, and how much that may differ elsewhere.
-
-    The windows of its layers are narrow (`narrowed_windows`) in this and in what is compared with it.
-    """
+    """A model's logits for sequences that branch at two depths, with narrowed windows, and the tolerance."""
 
     ids: Tensor
-    """(4, 12) random ids; the sequences share the first 4 of them, the first two sequences 8."""
+    """(4, 12) random ids; all share the first 4, the first two share 8."""
 
     logits: Tensor
     """(4, 12, V)"""
 
     limit: float
-    """The largest `distance` of what is right."""
-
     windows: bool = True
-    """Whether the windows of its layers, if it has any, were narrowed, so that these texts show them."""
+    """Whether all windows, if any, could be narrowed, so that these texts show them."""
 
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel) -> OwnLogits:
-    """The model's logits, each sequence in a row of its own, and a limit from noise that is measured.
+    """The logits, and a tolerance from the noise of flipping the embeddings' last bit.
 
-    Embeddings that are changed by their last bit let every later operation round in another way. (Another
-    shape of the batch does not: its bits are often the same.) Raises EngineError for a model without them.
+    (Another batch shape often changes no bits.) Raises EngineError for a model without embeddings.
     """
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(text_config_of(model).vocab_size, (4, 12), generator=random)
@@ -850,13 +811,11 @@ def own_logits(model: PreTrainedModel) -> OwnLogits:
 
 @torch.no_grad()
 def decoder_gap(own: OwnLogits, decoder: Decoder) -> float:
-    """How far `decoder` is from a model's `own` logits: the prefill of ragged rows, and a few steps."""
     ids, device = own.ids, own.ids.device
     rows = torch.arange(len(ids), device=device)
     lengths = torch.tensor([8, 7, 5, 3], device=device)
     logits, states = decoder.prefill(ids[:, :8], lengths)
     compared = [(own.logits[rows, lengths - 1], logits)]
-    # One goes on from what was prefilled, as the next turn of a conversation does.
     logits, (states[2],) = decoder.prefill(ids[2:3, 5:8], lengths.new_tensor([3]), states[2], 5)
     compared.append((own.logits[2:3, 7], logits))
     lengths[2] = 8
@@ -874,11 +833,8 @@ def decoder_gap(own: OwnLogits, decoder: Decoder) -> float:
 
 
 def distance(expected: Tensor, found: Tensor) -> float:
-    """How far logits (..., V) are from expected ones: the root mean square difference, in nats, of the log
-    probabilities of tokens, each token as often as it is sampled.
-
-    What hardly ever is sampled hardly counts: all of a large vocabulary has outliers. NaN is infinite.
-    """
+    """Root mean square difference in nats of log probabilities, weighted by probability, because of
+    outliers in large vocabularies. NaN is infinite."""
     one, other = (each.flatten(0, -2).cpu().double().log_softmax(-1) for each in (expected, found))
     weights = (one.exp() + other.exp()) / 2
     gap = float((weights * (one - other) ** 2).sum(-1).mean().sqrt())

@@ -1,11 +1,11 @@
 """Training on several devices: one process (rank) each, and all take the same optimizer steps.
 
-Rank 0 has the engine. It samples, reads and writes files, and sends portions of the data to the other ranks,
+Rank 0 has the engine. It samples, reads and writes files, and sends portions of the data to the others,
 which `follow`.
 
-Invariants: all ranks call the same `RankTrainer` methods in the same order, with equal numbers of
-microbatches, so that collective operations match up. A follower waits on its connection to rank 0, never in a
-collective operation, which would time out. The end of one rank ends all.
+Invariants: all ranks call the same `RankTrainer` methods in order, with equal numbers of microbatches, so
+that collective operations match. A follower waits on its connection, because a collective operation would
+time out. The end of one rank ends all.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ Skeleton = dict[int, dict[str, float | None]]
 """Index of a parameter -> its optimizer state; None for tensors."""
 
 BUCKET_ELEMENTS = 2**25
-"""Gradients summed over the ranks at a time: 128 MiB."""
+"""Gradients summed over the ranks at once: 128 MiB."""
 
 FILLER = -1
-"""Index of the example that pads a rank's microbatches."""
 
 
 # Data
@@ -64,7 +63,6 @@ FILLER = -1
 class Portion:
     examples: list[Example]
     batches: list[list[TokenTree]]
-    """Their paths index `examples`."""
 
 
 def balanced(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenTree]]:
@@ -86,10 +84,9 @@ def portions(
     budget: int,
     segments: bool = False,
 ) -> list[Portion]:
-    """Split data into portions with about equal numbers of tokens, and equal numbers of microbatches.
+    """Split data into portions with about equal tokens and equal numbers of microbatches.
 
-    `rows` makes rows for a token budget. Sequences are spread over more rows only if that makes the largest
-    portion at least a tenth smaller.
+    `rows` makes rows for a token budget, more only if that makes the largest portion a tenth smaller.
     """
     whole = rows(budget)
     shares = balanced(whole, ranks)
@@ -152,7 +149,7 @@ class ShardedWeights(Weights):
 
     def activate(self) -> None:
         model: Any = self.model
-        model.reshard()  # After a pass without gradients, the root still holds its gathered weights.
+        model.reshard()  # After a pass without gradients, the root still holds gathered weights.
 
     def decoder(self) -> Decoder:
         return self._gathered().decoder()
@@ -161,7 +158,7 @@ class ShardedWeights(Weights):
         self._gathered().write(folder, dtype)
 
     def read(self, folder: Path) -> None:
-        """Reads into the full weights. `LeadingTrainer.load` then distributes them."""
+        """Reads the full weights, which `LeadingTrainer.load` distributes."""
         assert self._whole is not None
         self._whole.read(folder)
 
@@ -181,8 +178,6 @@ class ShardedWeights(Weights):
 
 
 class RankTrainer(Trainer):
-    """A trainer on one of several ranks, which must all call its public methods together."""
-
     @property
     def _is_sharded(self) -> bool:
         return isinstance(self.weights, ShardedWeights)
@@ -205,7 +200,7 @@ class RankTrainer(Trainer):
         self.weights.gather()
 
     def gather_optimizer(self) -> dict[str, Any]:
-        """The optimizer state as in a single process. Empty on followers."""
+        """The optimizer state as in one process. Empty on followers."""
         own, is_first = Trainer.optimizer_state(self), dist.get_rank() == 0
         state: dict[int, dict[str, Tensor]] = {}
         for at, entry in own["state"].items():
@@ -217,7 +212,6 @@ class RankTrainer(Trainer):
 
     @torch.no_grad()
     def take_from_rank_0(self, skeleton: Skeleton, moments: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take rank 0's weights and an optimizer with its `moments`, which followers lack."""
         self.reset_optimizer()
         parameters, is_first = self.weights.parameters, dist.get_rank() == 0
         sources = self.weights.sources if isinstance(self.weights, ShardedWeights) else parameters
@@ -239,7 +233,7 @@ class RankTrainer(Trainer):
         return super()._loss(packed, examples, NO_LOSS if is_filler else losses_of, entropies=entropies)
 
     def _backward(self, loss: Tensor) -> None:
-        # FSDP averages gradients over the ranks, but losses are sums.
+        # FSDP averages gradients, but losses are sums.
         super()._backward(loss * dist.get_world_size() if self._is_sharded else loss)
 
     @torch.no_grad()
@@ -267,7 +261,6 @@ class RankTrainer(Trainer):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _sum_gradients(self) -> None:
-        """A parameter with a gradient on any rank gets one on all."""
         parameters = self.weights.parameters
         present = torch.tensor([p.grad is not None for p in parameters], device=self.model.device).int()
         dist.all_reduce(present, dist.ReduceOp.MAX)
@@ -285,8 +278,6 @@ class RankTrainer(Trainer):
 
 
 class LeadingTrainer(RankTrainer):
-    """Rank 0's trainer: used as in a single process, but its methods involve all ranks."""
-
     def __init__(self, ranks: Ranks, weights: Weights, *, share_prefixes: bool) -> None:
         spec = ranks.spec
         if spec.sharding == "shard":
@@ -373,7 +364,7 @@ def load_weights(spec: RankSpec) -> Weights:
         checkpoint_activations(model)
     if spec.lora is None:
         return AllWeights(model)
-    # A HubDecoder holds no weights of its own, so sharding can free the base.
+    # A HubDecoder has no weights, so sharding can free the base.
     return LoraBase(model, spec.folder, HubDecoder).new_adapter(spec.lora)
 
 
@@ -382,7 +373,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _part(full: Tensor | None, like: Tensor) -> Tensor:
-    """This rank's part of a tensor on rank 0: all of it, or a shard like `like`. All ranks must call this."""
+    """This rank's part of rank 0's tensor: all, or a shard like `like`. All ranks must call this."""
     if full is None:
         given = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     else:
@@ -408,8 +399,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
 
 
 def follow() -> None:
-    """Compute as the rank that the environment names, until rank 0 ends."""
-    # Terminals and launchers send these signals to rank 0 too, which saves its state and then ends this rank.
+    # Rank 0 gets these signals too; it saves its state and then ends this rank.
     for number in (signal.SIGINT, signal.SIGTERM) if is_launched() else (signal.SIGINT,):
         signal.signal(number, signal.SIG_IGN)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -82,29 +82,24 @@ class EmbeddedEngine:
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
-        Close the engine, or use it as a context manager. Raises EngineError if the model cannot be loaded or
-        decoded exactly, and ConfigError for an unknown model name or too many devices.
+        Close the engine, or use it as a context manager. Raises EngineError for a model that cannot be loaded
+        or decoded exactly, and ConfigError for an unknown name or too many devices.
 
         Args:
-            folder: A string can also be `tiny`, the model that ships with the package, or an id on the
-                Hugging Face Hub.
+            folder: A string can also be `tiny`, which ships with the package, or a Hugging Face id.
             checkpoint_dir: Where `save_state` writes.
             seed: For requests without a seed.
             threads: torch's threads, for the whole process.
-            max_batch: The most sequences that decode together.
-            cache_tokens: Tokens of all sequences whose keys and values are held at once. 0: as many as fit
-                into the device's free memory.
+            max_batch: Maximum number of sequences that decode together.
+            cache_tokens: Tokens with keys and values in memory. 0: as many as fit into free memory.
             dtype: Of matrix products: float32, bfloat16, or auto. Weights that train are float32.
             notes: Text files, by name, that `save_state` adds to a checkpoint.
-            lora: Train an adapter over the model, which is frozen and held once, in `dtype`. None: train all
-                weights.
-            activation_checkpointing: Recompute each layer's activations in the backward pass instead of
-                storing them.
-            devices: Number of devices to train on, with one process each. With the device `cuda`, each is a
-                GPU.
+            lora: Train an adapter over the model, which is frozen in `dtype`. None: train all weights.
+            activation_checkpointing: Recompute activations in the backward pass instead of storing them.
+            devices: Number of devices (GPUs with `cuda`) to train on, with one process each.
             sharding: `replicate`: every device has all weights. `shard`: each has a part, and the first one
-                also has all of them, to sample.
-            log_dir: Where the processes of the other devices log.
+                also has all weights, to sample.
+            log_dir: Where the other devices' processes log.
         """
         torch.set_num_threads(threads)
         folder = model_folder(folder, weights=True) if isinstance(folder, str) else folder
@@ -120,7 +115,7 @@ class EmbeddedEngine:
         self._notes = notes
         check_device(device)
         self.dtype = compute_dtype(dtype, device)
-        # Weights that train are float32. A frozen base uses the dtype that it computes in.
+        # Trained weights are float32. A frozen base uses the dtype of its products.
         frozen = lora is not None or base is not None
         loaded_dtype = self.dtype if frozen else torch.float32
         with ExitStack() as undo:
@@ -147,14 +142,12 @@ class EmbeddedEngine:
             self._model = load_model(folder, device=device, dtype=loaded_dtype)
             own = own_logits(self._model)
             self.shares_prefixes: bool = shares_prefixes(self._model, own)
-            """Whether training computes a shared prefix once. Otherwise every sequence is a row by itself."""
+            """Whether training computes a shared prefix once, or gives each sequence a row."""
 
             self._in_segments = self.shares_prefixes and attend_in_segments(self._model, own)
             self._checkpoints = activation_checkpointing
             kind = decoder_for(self._model, own, frozen=frozen)
             self.is_fused: bool = kind is FusedDecoder
-            """Whether it decodes with the engine's own kernels instead of the model's forward pass."""
-
             longest = exact_context(self._model.config)
             token = cache_bytes(self._model, self.dtype, [PLACES]) // PLACES
             cache = cache_tokens * token or cache_budget(
@@ -188,7 +181,7 @@ class EmbeddedEngine:
 
     @property
     def warnings(self) -> list[str]:
-        """What users should know before training, one sentence each."""
+        """Describe what users should know before training."""
         found = [short_context(self._model.config)]
         if self.max_context < (longest := exact_context(self._model.config)):
             found.append(
@@ -216,7 +209,7 @@ class EmbeddedEngine:
 
     @property
     def lora(self) -> LoraSettings | None:
-        """Settings of adapters that train. None: all weights train."""
+        """None: all weights train."""
         return self._lora
 
     @property
@@ -239,17 +232,16 @@ class EmbeddedEngine:
         self.close()
 
     def close(self) -> None:
-        """Fail unfinished requests, and end the engine's thread and other processes."""
+        """Fail unfinished requests, and end the thread and other processes."""
         self.context.thread.close()
         if self._ranks is not None:
             self._ranks.close()
 
     def create_training_client(self) -> EmbeddedTrainingClient:
-        """A client of the engine's own weights, which all such clients share."""
+        """A client of the engine's own weights."""
         return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir, self._notes)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
-        """A client of the engine's own weights, frozen when the request's turn comes."""
         return self.create_training_client().save_weights_and_get_sampling_client()
 
     def train_copy(
@@ -262,9 +254,9 @@ class EmbeddedEngine:
     ) -> APIFuture[EmbeddedTrainingClient]:
         """A client with separate weights: a copy of the base model's, or a checkpoint's.
 
-        With LoRA it trains adapters over the shared base, new ones with the settings `lora` (None: the
-        engine's). `optimizer`: also load the checkpoint's optimizer state. Raises EngineError for a
-        checkpoint that does not fit.
+        With LoRA it trains adapters over the shared base, new ones with `lora` (None: the engine's
+        settings). `optimizer`: also load the optimizer state. Raises EngineError for another model's
+        checkpoint.
         """
 
         def job() -> EmbeddedTrainingClient:
@@ -277,14 +269,12 @@ class EmbeddedEngine:
         return self.context.run(job)
 
     def sample_copy(self, folder: Path | None = None) -> APIFuture[EmbeddedSamplingClient]:
-        """A client of the base model as it is on disk, or of a checkpoint."""
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
 
     def open_frozen(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Frozen weights of the model in `folder`, with the LoRA adapter in `adapter` if given.
+        """Frozen weights of a model, perhaps with a LoRA `adapter`.
 
-        A frozen base of the engine is not loaded again. Blocks, but the engine keeps running. Raises
-        EngineError.
+        The engine's frozen base is not loaded again. Blocks the caller, not the engine. Raises EngineError.
         """
         return self.context.thread.call(self._frozen_models).result().open(folder, adapter)
 
@@ -301,18 +291,16 @@ class EmbeddedEngine:
         return self._frozen
 
     def write_weights(self, folder: Path) -> APIFuture[None]:
-        """Write the weights that train (adapter or all) in the engine's dtype, as samplers have them."""
+        """Write the trained weights (adapter or all) in the engine's dtype."""
         return self.context.run(lambda: self._trainer.weights.write(folder, self.dtype))
 
     def free_memory(self) -> APIFuture[None]:
-        """Release GPU memory that torch caches."""
         return self.context.run(torch.cuda.empty_cache)
 
     def write_canaries(self, folder: Path) -> APIFuture[list[Path]]:
-        """Write weights that show whether a sampler applies adapters to every kind of module.
+        """Write weights that show whether a sampler applies adapters to all kinds of modules.
 
-        `none` changes nothing. The other folders are named after a kind, such as `q_proj`, which they change
-        a lot.
+        `none` changes nothing; other folders change a lot in the kind that they name, such as `q_proj`.
         """
 
         def job() -> list[Path]:

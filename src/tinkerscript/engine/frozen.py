@@ -1,7 +1,6 @@
 """`FrozenModels`: models that never train. They sample and score.
 
-Invariant: all models over one base hold its weights once, including the run's own base if it trains an
-adapter.
+Invariant: models over one base hold its weights once, including the run's own frozen base.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import Trainer
 from tinkerscript.engine.weights import LoraSettings, load_model
 
-# The smallest adapter. A new adapter changes nothing, so the base scores as it would without one.
+# The smallest adapter. A new one changes nothing.
 NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
 
 
 class FrozenWeights:
-    """A base, perhaps with an adapter, that samples and scores on the engine's thread."""
-
     def __init__(self, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer) -> None:
         self.context = context
         self.sampling = sampling
@@ -70,7 +67,7 @@ class FrozenBase:
     shares_prefixes: bool
 
     def with_adapter(self, folder: Path | None) -> FrozenWeights:
-        """The base with the adapter in `folder`, if any. Call this on the engine's thread."""
+        """Call this on the engine's thread."""
         weights = self.lora.new_adapter(NO_CHANGE) if folder is None else self.lora.adapter_of(folder)
         decoder = self.lora.plain if folder is None else weights.decoder()
         trainer = Trainer(weights, share_prefixes=self.shares_prefixes)
@@ -81,7 +78,6 @@ class FrozenModels:
     def __init__(
         self, context: EngineContext, own: FrozenBase | None, *, device: str, dtype: torch.dtype
     ) -> None:
-        """`own`: the engine's base, if it is frozen. `dtype` is for other bases."""
         self._context = context
         self._bases = {} if own is None else {context.folder.resolve(): own}
         self._device = device
@@ -89,10 +85,7 @@ class FrozenModels:
         self._loading = threading.Lock()
 
     def open(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Open the model in `folder`, with the LoRA adapter in `adapter` if given.
-
-        Loads on the caller's thread, while the engine keeps running. Raises EngineError.
-        """
+        """Loads on the caller's thread, while the engine keeps running. Raises EngineError."""
         with self._loading:
             key = folder.resolve()
             if key not in self._bases:

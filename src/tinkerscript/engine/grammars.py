@@ -1,9 +1,9 @@
 """`Grammars`: which tokens a grammar allows next, computed by llguidance.
 
-Invariant: added tokens (markers such as `<tool_call>`, ends of turns) match only where the grammar names
-their id, never as text, so a constrained string cannot smuggle one in.
+Invariant: added tokens (such as `<tool_call>` or ends of turns) match only by id, never as text, so a
+constrained string cannot smuggle one in.
 
-Grammars use llguidance's Lark dialect: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+The dialect is llguidance's Lark: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tinkerscript.errors import EngineError
 
 try:
     from llguidance import LLMatcher, LLTokenizer
-except ImportError:  # Optional. Requests that need it get an error that names it.
+except ImportError:  # Requests that need it get an error.
     LLMatcher = LLTokenizer = None
 
 COMPILED_GRAMMARS = 64
-"""The calls of one task share a few grammars."""
+"""A task's calls share a few grammars."""
 
 
 class GrammarError(EngineError):
@@ -33,14 +33,14 @@ class GrammarError(EngineError):
 
 
 class Matcher:
-    """One sequence's state in its grammar. Not thread-safe."""
+    """One sequence's state. Not thread-safe."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """bool [V]: ids that may come next. Raises GrammarError if there is none."""
+        """bool [V]. Raises GrammarError if no id may come next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(np.bool_)
         if not allowed.any():
@@ -48,15 +48,15 @@ class Matcher:
         return allowed
 
     def take(self, token: int) -> None:
-        """Advance by a sampled token. Raises GrammarError if the grammar does not allow it.
+        """Raises GrammarError if the grammar does not allow the token.
 
-        The mask can allow it all the same: a marker, where the grammar wants the text of its spelling.
+        The mask may have allowed it: a marker, where the grammar wants its spelling as text.
         """
         if not self._matcher.consume_token(token):
             raise self._dead_end(f"it expects a text that only the token {token} spells")
 
     def _dead_end(self, what: str) -> GrammarError:
-        # The first line is the reason. The parser's state follows, a kilobyte for each failed call.
+        # The rest is the parser's state, a kilobyte per failed call.
         reason = str(self._matcher.get_error()).partition("\n")[0].strip()
         return GrammarError(f"the grammar cannot be followed to its end: {what} ({reason})")
 
@@ -72,10 +72,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
     def matcher(self, grammar: str) -> Matcher:
-        """A matcher at the start of `grammar`. Raises GrammarError if it does not compile.
-
-        Compiling can take a second, but releases the GIL.
-        """
+        """Raises GrammarError if `grammar` does not compile. This may take a second, but releases the GIL."""
         with self._lock:
             compiled = self._compiled.get(grammar) or self._compile(grammar)
             self._compiled[grammar] = compiled

@@ -1,14 +1,12 @@
-"""`KVCache`: what the layers of a model keep of the rows that are being decoded, within a `CacheBudget`.
+"""`KVCache`: what a model's layers keep of the rows being decoded, within a `CacheBudget`.
 
-A layer that attends keeps keys and values: one with a window those of its last tokens, in a ring, so that the
-token at position p has place p modulo the window. A recurrent layer keeps a state (a convolution's last
-inputs, a recurrence), which is that after a row's newest token and of no other.
+An attention layer keeps keys and values; with a window, the last ones in a ring, position p in place p
+modulo the window. A recurrent layer keeps one state, after a row's newest token.
 
-Rows of similar length share dense storage (`RowGroup`): a step reads views and never gathers, and a short row
-neither holds nor reads as many places as a long one. (Blocks that a step gathers copy the whole cache at
-every token.)
+Rows of similar length share dense storage (`RowGroup`), so a step reads views. (Gathering blocks would copy
+the whole cache at every token.)
 
-Invariants: the live rows of a group are [0, n). What is there stays if memory runs out.
+Invariants: the live rows of a group are [0, n). Running out of memory loses nothing.
 """
 
 from __future__ import annotations
@@ -26,31 +24,26 @@ import torch
 from torch import Tensor
 
 GROUPED_TOKENS = 256
-"""Rows of up to so many tokens share a group, however different their lengths."""
 
 
 PLACES = 64
-"""Storage grows by so many tokens: rarely enough that copying costs little beside the attention."""
+"""Tokens that storage grows by, so that copying stays cheap next to attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """What a layer keeps of one row of P tokens."""
-
     keys: Tensor | None = None
-    """(heads, P, width); of a layer with a window at most its last `window` positions."""
+    """(heads, P, width); with a window, at most its last `window` positions."""
 
     values: Tensor | None = None
-    """Like `keys`, but may be narrower (DeepSeek's multi-head latent attention)."""
+    """May be narrower (DeepSeek's multi-head latent attention)."""
 
     states: tuple[Tensor, ...] = ()
-    """After the last token, of any shape."""
-
     window: int | None = None
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the keys and values of the first tokens are all that is kept after those tokens."""
+        """Whether a prefix's keys and values are all that is needed to continue from it."""
         return self.window is None and not self.states
 
     @property
@@ -59,11 +52,11 @@ class LayerState:
 
 
 RowState = Sequence[LayerState]
-"""Layer by layer."""
+"""One per layer."""
 
 
 def cut(state: RowState, begin: int, end: int | None = None) -> RowState:
-    """A copy of the positions [begin, end) of layers that can be cut, and of all that the others keep."""
+    """Copy positions [begin, end) of layers that can be cut, and all of the others."""
 
     def part(layer: LayerState, kept: Tensor | None) -> Tensor | None:
         return None if kept is None else (kept[:, begin:end] if layer.can_be_cut else kept).clone()
@@ -80,7 +73,6 @@ def cut(state: RowState, begin: int, end: int | None = None) -> RowState:
 
 
 def joined(parts: Sequence[RowState]) -> RowState:
-    """The state of a row of which `parts` are consecutive positions."""
     if len(parts) == 1:
         return parts[0]
     return [_joined(layers) if layers[-1].can_be_cut else layers[-1] for layers in zip(*parts, strict=True)]
@@ -103,24 +95,24 @@ class HoldsBytes(Protocol):
 class Evicts(Protocol):
     @property
     def oldest(self) -> int | None:
-        """When what `evict` drops was used, by the budget's clock; None if there is nothing to drop."""
+        """Last use, by the budget's clock, of what `evict` would drop; None: nothing."""
         ...
 
     def evict(self) -> None: ...
 
 
 class CacheBudget:
-    """How many bytes all caches of an engine may hold together. Not thread-safe."""
+    """Bytes that an engine's caches may hold together. Not thread-safe."""
 
     def __init__(self, total: float = math.inf) -> None:
         self.total = total
         self.clock = itertools.count()
-        # Weak, so that what an old version of the weights holds is forgotten with it.
+        # Weak, so that an old version's caches are forgotten with it.
         self.holders: WeakSet[HoldsBytes] = WeakSet()
         self.stores: WeakSet[Evicts] = WeakSet()
 
     def has_room(self, more: int) -> bool:
-        """Whether `more` bytes fit, once what was used least recently is evicted."""
+        """Whether `more` bytes fit, after evicting what was used least recently."""
         while self.total < math.inf and sum(each.bytes for each in self.holders) + more > self.total:
             kept = [(oldest, store) for store in self.stores if (oldest := store.oldest) is not None]
             if not kept:
@@ -131,10 +123,10 @@ class CacheBudget:
 
 @dataclass(slots=True)
 class LayerCache:
-    """The storage of one layer, whose rows and positions are those of a `RowGroup`, or more."""
+    """Storage of one layer, for at least the group's rows and positions."""
 
     keys: Tensor
-    """(rows, heads, positions, width); empty for a layer that does not attend."""
+    """(rows, heads, positions, width); empty without attention."""
 
     values: Tensor
     states: list[Tensor]
@@ -143,7 +135,6 @@ class LayerCache:
     window: int | None
 
     def places(self, length: int) -> int:
-        """How many of the first places `length` tokens fill."""
         return length if self.window is None else min(length, self.window)
 
     def row_bytes(self, length: int) -> int:
@@ -159,23 +150,15 @@ _STORAGES = itertools.count(1)
 
 @dataclass(slots=True, eq=False)
 class RowGroup(Generic[Row]):
-    """Rows of similar length, in dense storage."""
-
     limit: int
-    """Tokens of a row, at most."""
-
     layers: list[LayerCache]
     rows: list[Row] = field(default_factory=list[Row])
     lengths: list[int] = field(default_factory=list[int])
-    """Tokens that are cached, by row."""
-
     room_for_rows: int = 0
     room_for_tokens: int = 0
-    """What fits into every layer. A layer has more if memory ran out after it grew."""
+    """What fits into every layer; some may have more after memory ran out."""
 
     bytes: int = 0
-    """Of the storage."""
-
     storage: int = 0
     """A new number, unique in the process, whenever the tensors change."""
 
@@ -184,8 +167,8 @@ class RowGroup(Generic[Row]):
         return max(self.lengths, default=0)
 
     def shape(self, rows: int, length: int) -> tuple[int, int]:
-        """Rows and tokens of the storage that `rows` rows of `length` tokens get: what there is if they fit,
-        else no more than they need, but for half as many rows again if rows join one by one."""
+        """Storage for `rows` rows of `length` tokens: unchanged if they fit, otherwise just enough, or half
+        as many rows again if rows join one by one."""
         if rows <= self.room_for_rows and length <= self.room_for_tokens:
             return self.room_for_rows, self.room_for_tokens
         if rows > self.room_for_rows:
@@ -195,11 +178,9 @@ class RowGroup(Generic[Row]):
         return rows, _rounded(max(length, self.room_for_tokens))
 
     def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` rows of `length` tokens."""
         self._resize(*self.shape(rows, length))
 
     def shrink(self) -> None:
-        """Give back what no row needs."""
         self._resize(len(self.rows), min(_rounded(self.longest + 1), self.room_for_tokens))
 
     def _resize(self, rows: int, length: int) -> None:
@@ -210,7 +191,7 @@ class RowGroup(Generic[Row]):
             min(rows, self.room_for_rows),
             min(length, self.room_for_tokens),
         )
-        for layer in self.layers:  # One tensor after the other, so that one is held twice.
+        for layer in self.layers:  # One at a time, so that only one tensor exists twice.
             places = layer.places(length)
             layer.keys = self._resized(layer, layer.keys, rows, places)
             layer.values = self._resized(layer, layer.values, rows, places)
@@ -229,7 +210,7 @@ class RowGroup(Generic[Row]):
         return new
 
     def add(self, rows: Sequence[Row], state: RowState, length: int) -> None:
-        """Add rows that all have the same state after `length` tokens; there must be room."""
+        """There must be room for the rows."""
         first, end = len(self.rows), len(self.rows) + len(rows)
         for layer, of_layer in zip(self.layers, state, strict=True):
             for stored, new in ((layer.keys, of_layer.keys), (layer.values, of_layer.values)):
@@ -247,7 +228,7 @@ class RowGroup(Generic[Row]):
         self.lengths += [length] * len(rows)
 
     def remove(self, index: int) -> None:
-        """Remove a row, whose place the last one takes."""
+        """The last row takes its place."""
         last = len(self.rows) - 1
         if index != last:
             for layer in self.layers:
@@ -261,7 +242,7 @@ class RowGroup(Generic[Row]):
         self.lengths.pop()
 
     def state(self, index: int, begin: int = 0) -> RowState:
-        """A copy of what the layers keep of a row: from position `begin` on, if they can be cut there."""
+        """Copy a row's state, from position `begin` on where it can be cut."""
         return [self._layer_state(layer, index, begin) for layer in self.layers]
 
     def _layer_state(self, layer: LayerCache, index: int, begin: int) -> LayerState:
@@ -277,20 +258,18 @@ class RowGroup(Generic[Row]):
 
 
 class KVCache(Generic[Row]):
-    """Rows of all lengths, in groups. What a row is, its owner knows."""
+    """Rows of all lengths, in groups. Only the owner knows what a row is."""
 
     def __init__(self, budget: CacheBudget | None = None, spread: float = 2) -> None:
-        """`spread`: rows share storage unless their lengths differ by more than this factor."""
+        """`spread`: rows share storage unless lengths differ by more than this factor."""
         self._spread = spread
         self.groups: list[RowGroup[Row]] = []
         self._budget = budget or CacheBudget()
         self._budget.holders.add(self)
         self._layers: list[LayerCache] = []
-        """Without rows: their shapes and dtypes."""
 
     @property
     def rows(self) -> list[Row]:
-        """In the order in which a decoder takes their tokens."""
         return [row for group in self.groups for row in group.rows]
 
     @property
@@ -299,7 +278,6 @@ class KVCache(Generic[Row]):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer has a state."""
         return any(layer.states for layer in self._layers)
 
     @property
@@ -307,15 +285,15 @@ class KVCache(Generic[Row]):
         return sum(group.bytes for group in self.groups)
 
     def row_bytes(self, length: int) -> int:
-        """Bytes of a row of `length` tokens; 0 if there has never been one."""
+        """Bytes of a row of `length` tokens; 0 before the first row."""
         return sum(layer.row_bytes(length) for layer in self._layers)
 
     def clear(self) -> None:
-        """Drop all rows: a failure may have left the storage half grown."""
+        """Drop all rows, because a failure may leave storage half grown."""
         self.groups = []
 
     def fit(self, lengths: Sequence[int], like: RowState) -> int:
-        """How many more rows, of these lengths and their next tokens, the budget has room for: the first."""
+        """How many of the first `lengths` fit, including their next tokens."""
         self._know(like)
         for count in range(len(lengths), 0, -1):
             joining = self._joining(lengths[:count])
@@ -324,7 +302,6 @@ class KVCache(Generic[Row]):
         return 0
 
     def reserve(self, lengths: Sequence[int], like: RowState) -> None:
-        """Make room for more rows, of these lengths and their next tokens."""
         self._know(like)
         for group, rows, longest in self._joining(lengths):
             if group not in self.groups:
@@ -332,7 +309,6 @@ class KVCache(Generic[Row]):
             group.reserve(rows, longest)
 
     def add(self, rows: Sequence[Row], state: RowState, length: int) -> None:
-        """Add rows that all have the same state after `length` tokens."""
         self.reserve([length] * len(rows), state)
         self._group(group_limit(length + 1, self._spread)).add(rows, state, length)
 
@@ -340,14 +316,13 @@ class KVCache(Generic[Row]):
         self._layers = self._layers or [_empty(state) for state in like]
 
     def _group(self, limit: int) -> RowGroup[Row]:
-        """The group of rows of up to `limit` tokens, or a new one."""
         for group in self.groups:
             if group.limit == limit:
                 return group
         return RowGroup(limit, [replace(layer, states=list(layer.states)) for layer in self._layers])
 
     def _joining(self, lengths: Sequence[int]) -> list[tuple[RowGroup[Row], int, int]]:
-        """The groups that rows of these lengths join, with how many rows then, of how many tokens at most."""
+        """Groups that the rows join, with the new number of rows and the new length."""
         joining: dict[int, list[int]] = {}
         for length in lengths:
             joining.setdefault(group_limit(length + 1, self._spread), []).append(length + 1)
@@ -355,12 +330,11 @@ class KVCache(Generic[Row]):
         return [(group, len(group.rows) + len(of_group), max(of_group)) for group, of_group in groups]
 
     def _growth(self, group: RowGroup[Row], rows: int, length: int) -> int:
-        """Bytes that the group's storage grows by."""
         rows, length = group.shape(rows, length)
         return rows * self.row_bytes(length) - group.bytes
 
     def grow(self) -> bool:
-        """Make room for the next token of every row. False: the budget has none, and some rows must go."""
+        """Make room for every row's next token. False: over budget, some rows must go."""
         return all(
             self._grow(group)
             for group in list(self.groups)
@@ -388,14 +362,13 @@ class KVCache(Generic[Row]):
         return True
 
     def advance(self) -> None:
-        """Every row has the token that a step has written."""
         for group in self.groups:
             group.lengths = [length + 1 for length in group.lengths]
 
     def _has_room(self, more: Callable[[], int]) -> bool:
         if self._budget.has_room(more()):
             return True
-        with suppress(RuntimeError):  # Without memory to do so, rows wait.
+        with suppress(RuntimeError):
             for group in self.groups:
                 group.shrink()
         return self._budget.has_room(more())
@@ -407,7 +380,7 @@ class KVCache(Generic[Row]):
             self.groups.remove(group)
 
     def state(self, row: Row, begin: int = 0) -> RowState:
-        """A copy of what the layers keep of a row: from position `begin` on, if they can be cut there."""
+        """Copy a row's state, from position `begin` on where it can be cut."""
         group, index = self._place(row)
         return group.state(index, begin)
 
@@ -417,7 +390,6 @@ class KVCache(Generic[Row]):
 
 @cache
 def group_limit(length: int, spread: float) -> int:
-    """The most tokens of the rows that share storage with one of `length`."""
     limit = GROUPED_TOKENS
     while limit < length:
         limit = _rounded(spread * limit)
@@ -425,7 +397,6 @@ def group_limit(length: int, spread: float) -> int:
 
 
 def stored_tokens(lengths: Sequence[int], spread: float) -> int:
-    """For how many tokens rows of these lengths have storage, if they were admitted together."""
     groups: dict[int, list[int]] = {}
     for length in lengths:
         groups.setdefault(group_limit(length, spread), []).append(length)

@@ -1,7 +1,7 @@
 """`LayerKinds`: what each layer of a model looks back on: the whole text, a window, a chunk, or a state.
 
-Invariant: a window is proved before it is relied upon. Proofs run on short texts, so `narrowed_windows` makes
-the windows of a model shorter still; one that cannot be narrowed shows no effect, and is not proved.
+A window is relied upon only once proved. Proofs use short texts, so `narrowed_windows` narrows the windows
+first.
 """
 
 from __future__ import annotations
@@ -17,27 +17,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 RECURRENT = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
-"""transformers' names of layers with a state: a convolution's last inputs, a recurrence, or both. `hybrid`
-attends too."""
+"""transformers' names of layers with a state. `hybrid` attends too."""
 
 WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")
-"""What Hugging Face's configs call the width of local attention."""
 
 NARROW = 3
-"""The width of windows in a proof, whose texts have 12 tokens."""
+"""Width of windows in proofs, with texts of 12 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
     kinds: tuple[str, ...]
-    """transformers' `layer_types`."""
-
     width: int
-    """Tokens of a window, the newest among them, or of a chunk; 0 if no layer is local."""
+    """Tokens of a window (including the newest) or chunk; 0 without local layers."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> LayerKinds:
-        """As transformers' caches infer them."""
         settings: Any = config.get_text_config()
         width: int = getattr(settings, "sliding_window", None) or 0
         chunk: int = getattr(settings, "attention_chunk_size", None) or 0
@@ -49,23 +44,22 @@ class LayerKinds:
 
     @property
     def are_recurrent(self) -> bool:
-        """Whether a layer has a state."""
         return not RECURRENT.isdisjoint(self.kinds)
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a layer needs at most; None: all."""
+        """Tokens that a layer needs at most; None: all."""
         return self.width if layer < len(self.kinds) and self.kinds[layer] == SLIDING else None
 
     def masks(self, of_kind: Callable[[str], Tensor]) -> Tensor | dict[str, Tensor]:
-        """What a model takes as its `attention_mask`: one mask, or one for each kind of its layers."""
+        """A model's `attention_mask`: one, or one per kind of layer."""
         kinds = [kind for kind in (FULL, SLIDING, CHUNKED) if kind in self.kinds]
         if len(kinds) < 2:
             return of_kind(kinds[0] if kinds else FULL)
         return {kind: of_kind(kind) for kind in kinds}
 
     def hides(self, kind: str, distances: Tensor, queries: Tensor) -> Tensor | None:
-        """Whether a layer of `kind` does not look back so far: bool, of the shape of `distances`, the tokens
-        between queries at the positions `queries` and keys. None: it looks back to the first token."""
+        """Whether a layer of `kind` does not look back `distances` tokens from the positions `queries`.
+        None: it sees everything."""
         if kind == SLIDING:
             return distances >= self.width
         if kind == CHUNKED:
@@ -74,7 +68,6 @@ class LayerKinds:
 
 
 def is_local(config: PreTrainedConfig) -> bool:
-    """Whether a layer attends to only part of the text; without a list of layers, whether one might."""
     settings: Any = config.get_text_config()
     kinds: list[str] | None = getattr(settings, "layer_types", None) or getattr(
         settings, "attention_layers", None
@@ -86,7 +79,6 @@ def is_local(config: PreTrainedConfig) -> bool:
 
 @contextmanager
 def narrowed_windows(model: PreTrainedModel) -> Generator[None]:
-    """A context in which the windows of `model` have `NARROW` tokens, or fewer if they had fewer."""
     holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     with ExitStack() as undo:
         for holder in holders:

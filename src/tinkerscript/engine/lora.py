@@ -1,9 +1,9 @@
-"""LoRA: a frozen base model that is held once, and adapters over it, each the weights of one run.
+"""LoRA: one frozen base model, and adapters over it, each the weights of one run.
 
-PEFT's module tree trains, and checkpoints have its files and names, so PEFT, vLLM and transformers can read
-them. An adapter is float32, and adds `alpha / rank` times B A x to a product.
+PEFT's module tree trains, and checkpoints have its files and names. An adapter is float32, and adds `alpha
+/ rank` times B A x to a product.
 
-Invariant: before anything is computed for a run, its adapter is activated in the tree. Decoders copy A and B.
+Invariant: a run's adapter is activated in the tree before anything is computed. Decoders copy A and B.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 CANARY_SHARE = 0.3
-"""How much a canary changes a module, relative to the norm of its weights."""
+"""A canary's change of a module, relative to the norm of its weights."""
 
 EXPERTS = "experts"
-"""The target for experts' weights, which are not linear modules. `mlp` includes them."""
+"""Target for experts' weights, which are not linear modules. Part of `mlp`."""
 
-# Modules that choose experts never train, because a change of the choice could not be replayed.
+# Routers never train, because a changed choice could not be replayed.
 _ROUTERS = ("gate", "router")
 
-# Parts of module paths, over the architectures of transformers.
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "feed_forward")
 
@@ -58,18 +57,18 @@ class LoraBase:
     def __init__(self, model: PreTrainedModel, folder: Path, kind: type[Decoder]) -> None:
         self.model = model.requires_grad_(False)
         self.folder = folder
-        # The decoder must take its weights from plain modules, before the first adapter wraps them.
+        # Needs plain modules, before the first adapter wraps them.
         self.decoder: Decoder = kind(model, model.dtype, shares=True)  # pyright: ignore[reportCallIssue]
         self.plain = self.decoder.with_adapter(AdapterTensors(1.0, {}))
         self._peft: PeftModel | None = None
         self._numbers = itertools.count()
         self._slots: dict[tuple[str, ...], str] = {}
 
-        # Adapters in the tree that lost their `Adapter`, which any thread may have dropped.
+        # Adapters in the tree to delete; any thread may have dropped their `Adapter`.
         self._unused: deque[str] = deque()
 
     def new_adapter(self, settings: LoraSettings) -> Adapter:
-        """An adapter that changes nothing yet. Raises EngineRequestError for targets that the model lacks."""
+        """Changes nothing yet. Raises EngineRequestError for missing targets."""
         self._remove_unused()
         name = self._add(settings)
         adapter = Adapter(self, name, settings)
@@ -77,25 +76,23 @@ class LoraBase:
         return adapter
 
     def adapter_of(self, folder: Path) -> Adapter:
-        """A checkpoint's adapter, to train on. Raises EngineError for another model's."""
+        """Raises EngineError for another model's adapter."""
         adapter = self.new_adapter(settings_of(folder))
         adapter.read(folder)
         return adapter
 
     def decoder_of(self, folder: Path) -> Decoder:
-        """A decoder with a checkpoint's adapter. Raises EngineError for another model's."""
+        """Raises EngineError for another model's adapter."""
         settings = settings_of(folder)
         tensors = self.checked(folder, load_adapter(folder), settings)
         return self.frozen(tensors, settings)
 
     def frozen(self, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings) -> Decoder:
-        """A decoder that keeps `modules` as its adapter."""
         slot = self._slot(settings) if isinstance(self.decoder, HubDecoder) else ""
         return self.decoder.with_adapter(AdapterTensors(settings.alpha / settings.rank, modules, slot))
 
     def prove(self, settings: LoraSettings) -> None:
-        """Raise EngineError unless decoders compute what the module tree does, with an adapter that changes
-        it a lot."""
+        """Raise EngineError unless decoders agree with the module tree, with a large adapter."""
         adapter = self.new_adapter(settings)
         adapter.exaggerate()
         adapter.activate()
@@ -109,7 +106,6 @@ class LoraBase:
             )
 
     def activate(self, name: str) -> None:
-        """Make `name` the tree's only active adapter."""
         self.decoder.forget()
         tree: Any = self._peft
         tree.base_model.set_adapter(name)
@@ -132,8 +128,8 @@ class LoraBase:
         )
         self.decoder.forget()
         with _seeded(settings.seed, self.model.device), warnings.catch_warnings():
-            # PEFT warns about tied embeddings. An adapter on the head leaves the embeddings alone, and
-            # `merged` unties them.
+            # PEFT warns about tied embeddings, which an adapter on the head leaves alone and `merged`
+            # unties.
             warnings.simplefilter("ignore")
             if self._peft is None:
                 self._peft = get_peft_model(self.model, config, adapter_name=name)  # pyright: ignore
@@ -146,12 +142,11 @@ class LoraBase:
             self.decoder.forget()
             assert self._peft is not None
             with warnings.catch_warnings():
-                # PEFT warns that another adapter becomes active, but `activate` decides that.
+                # PEFT warns that another adapter becomes active; `activate` decides that.
                 warnings.simplefilter("ignore")
                 self._peft.delete_adapter(self._unused.popleft())
 
     def _slot(self, settings: LoraSettings) -> str:
-        """The tree's adapter into which decoders with these targets load their tensors."""
         if settings.targets not in self._slots:
             self._slots[settings.targets] = self._add(replace(settings, rank=1))
         return self._slots[settings.targets]
@@ -159,7 +154,7 @@ class LoraBase:
     def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """`modules` on the model's device. Raises EngineError if they do not fit."""
+        """`modules` on the model's device. Raises EngineError for wrong shapes."""
         for name, expected in self._shapes(settings).items():
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
                 raise EngineError(f"the adapter {folder} belongs to another model: {name} does not fit")
@@ -184,7 +179,7 @@ class LoraBase:
 
 
 class Adapter(Weights):
-    """One run's adapter. The base drops its tensors some time after it is garbage-collected."""
+    """The base drops its tensors some time after it is garbage-collected."""
 
     def __init__(self, base: LoraBase, name: str, settings: LoraSettings) -> None:
         self.base, self.model = base, base.model
@@ -253,7 +248,6 @@ class Adapter(Weights):
         return [path for path, layer in self._layers.items() if not isinstance(layer, ParamWrapper)]
 
     def exaggerate(self) -> None:
-        """Change every module by a random matrix, with `CANARY_SHARE` of its norm."""
         random = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for path, (a, b) in self._factors().items():
@@ -268,7 +262,7 @@ class Adapter(Weights):
                 b.mul_(CANARY_SHARE * weight.float().norm() / norm)
 
     def _target_modules(self) -> list[str]:
-        """Last names of the modules if these are unambiguous, else full paths."""
+        """Last names of the modules if unambiguous, else full paths."""
         short = sorted({path.rpartition(".")[2] for path in self._linear})
         return short if set(target_modules(self.model, short)) == set(self._linear) else sorted(self._linear)
 
@@ -280,7 +274,7 @@ class Adapter(Weights):
 
 
 def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """The linear modules that `targets` name. Raises EngineRequestError."""
+    """Raises EngineRequestError for targets that the model lacks."""
     head = model.get_output_embeddings()
     found: dict[str, list[str]] = {target: [] for target in targets}
     towers = _outside_of_text(model)
@@ -302,12 +296,10 @@ def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
 
 
 def target_parameters(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """PEFT's names of the experts' weights that `targets` name, such as `experts.down_proj`."""
     return list(dict.fromkeys(name for name, _ in expert_weights(model, targets)))
 
 
 def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple[str, Tensor]]:
-    """(name, weight (experts, ...)) of all experts' weights, if `targets` name them."""
     found: list[tuple[str, Tensor]] = []
     for path, module in model.named_modules() if {"mlp", EXPERTS} & set(targets) else ():
         owner = path.replace(".base_layer", "").rpartition(".")[2]
@@ -321,7 +313,6 @@ def expert_weights(model: PreTrainedModel, targets: Sequence[str]) -> list[tuple
 
 
 def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
-    """Modules for images and audio, which text never reaches."""
     if model.config.get_text_config() is model.config:
         return set()
     text: Any = model.get_decoder()
@@ -356,8 +347,7 @@ def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def merged(folder: Path) -> PreTrainedModel:
-    """A checkpoint's adapter merged into its base, in the base's dtype. Raises ConfigError and
-    EngineError."""
+    """The adapter merged into its base, in its dtype. Raises ConfigError and EngineError."""
     base = base_of_adapter(folder)
     if base is None:
         raise EngineError(

@@ -1,9 +1,9 @@
 """The losses that the engine trains with (`LOSSES`), and the logprobs that they take (`target_logprobs`).
 
-A loss is a sum over tokens, as in Tinker, so gradients are the same however a batch is split into
-microbatches. A new loss is one function of per-token losses and one entry of the table.
+A loss is a sum over tokens, as in Tinker, so gradients do not depend on microbatches. A new loss is a
+function of per-token losses and an entry in the table.
 
-Invariant: logits are held in chunks, and only the targets' logprobs and the entropies leave a chunk.
+Invariant: logits exist only in chunks.
 """
 
 from __future__ import annotations
@@ -29,70 +29,69 @@ __all__ = ["LOSSES", "TERMS", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_
 TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 """(logprobs, inputs, settings) -> losses, unreduced.
 
-All tensors have the shape of `logprobs`: (B, T), or one axis for all tokens of a microbatch. `logprobs` are
-the model's for the target tokens, float32, at their sampling temperatures. `inputs` are the datums'
-`loss_fn_inputs` by name, plus `MASK` and `SEQUENCE`."""
+All tensors have the shape of `logprobs`: (B, T), or one axis for a microbatch's tokens. `logprobs` are the
+model's for the targets, float32, at their sampling temperatures. `inputs`: the datums' `loss_fn_inputs` by
+name, plus `MASK` and `SEQUENCE`.
+"""
 
 MASK = "mask"
-"""Input, bool: which tokens train. Optional in a datum; by default, those with an advantage or a weight."""
+"""Input, bool: tokens that train. Optional; by default, those with an advantage or a weight."""
 
 SEQUENCE = "sequence"
-"""Input, int64 from 0: the sequence of each token."""
+"""Input, int64 from 0: the token's sequence."""
 
 TEMPERATURES = "temperatures"
-"""Input, float32: divides each token's logits, by default by 1. The logprobs that losses get include it."""
+"""Input, float32: divides each token's logits, by default by 1. Losses get logprobs after it."""
 
 ENTROPY = "entropy"
-"""Input for losses with `needs_entropy`: the sampling distribution's entropy, in nats, with its gradient."""
+"""Input for losses with `needs_entropy`: the sampling distribution's, in nats, with gradient."""
 
 SCALE = "scale"
-"""Input, float32: factor for terms without an advantage, namely 1 over the advantages' divisor
-(`training.loss_mean`), or 0 where nothing trains. Optional in a datum; by default the mask."""
+"""Input, float32: factor of terms without an advantage: 1 over the advantages' divisor
+(`training.loss_mean`), 0 where nothing trains. Optional; by default the mask."""
 
 START = "start_logprobs"
-"""Input, float32: logprobs under the start policy, for the KL terms."""
+"""Input, float32: the start policy's, for KL terms."""
 
 SAMPLER = "sampler_logprobs"
-"""Input, float32: the sampler's logprobs, for datums with other `logprobs`."""
+"""Input, float32: the sampler's, for datums with other `logprobs`."""
 
 COVARIANT = "covariant"
-"""Input: 1 for tokens with an outstanding covariance of advantage and logprob, else 0. The trainer chooses
-them over the whole batch (`train.token_advantages.covariant_tokens`)."""
+"""Input: 1 for tokens with an outstanding covariance of advantage and logprob in the whole batch, else 0
+(`train.token_advantages.covariant_tokens`)."""
 
 OPTIONAL_INPUTS = frozenset({MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT})
 
 SKIPPED_STEPS = "skipped_steps"
-"""Metric: the optimizer step was skipped because the gradient was not finite."""
 
 POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 CLIP: Mapping[str, float] = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-"""Bounds of a token's probability ratio."""
 
 SEQUENCE_CLIP: Mapping[str, float] = {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
-"""Bounds of a sequence's ratio, by GSPO's authors."""
+"""Bounds of a sequence's ratio (GSPO's authors)."""
 
-# Added to probabilities before dividing by them, as in verl.
+# Added to divisors, as in verl.
 TINY = 1e-8
 
-# Log ratios are clamped to this on both sides, as in verl: exp(89) is infinite in float32, and infinity times
-# a zero gradient would be NaN.
+# Limit of log ratios, as in verl: exp(89) is infinite in float32, and times a zero gradient NaN.
 MAX_LOG_RATIO = 20.0
 
 
 TERMS: Mapping[str, float] = {**dict.fromkeys(KL_LOSSES, 0.0), "entropy": 0.0, "off_policy_mask": 0.0}
-"""Settings of every policy loss; 0 turns them off.
+"""Settings of every policy loss; 0: off.
 
 `kl_k1`, `kl_k2`, `kl_k3`, `kl_unbiased`: weights of added estimates of KL(policy, start). With d = log
 p(policy) - log p(start), these are d, d^2 / 2, exp(-d) - 1 + d (Schulman 2020, "Approximating KL
 Divergence"), and the third times the loss's probability ratio, which has the divergence's gradient
 (DeepSeek-V3.2 2025, arXiv:2512.02556). `entropy`: the weight of the entropy, which is subtracted.
 `off_policy_mask`: tokens with a negative advantage carry no loss if the mean of log p(sampler) - log
-p(policy) over their sequence exceeds this (also DeepSeek-V3.2)."""
+p(policy) over their sequence exceeds this (also DeepSeek-V3.2).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
-    """A loss with its settings: (logprobs, inputs) -> losses."""
+    """(logprobs, inputs) -> losses, with settings."""
 
     name: str
     tokens: TokenLosses
@@ -100,7 +99,7 @@ class ConfiguredLoss:
     needs_entropy: bool = False
 
     def __call__(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Raises EngineError for a reduced loss, because its microbatches would not add up."""
+        """Raises EngineError for a reduced loss, because microbatches would not add up."""
         inputs = {SCALE: inputs[MASK].to(logprobs.dtype), **inputs}
         losses = self.tokens(logprobs, inputs, self.settings)
         if losses.shape != logprobs.shape:
@@ -115,23 +114,22 @@ class ConfiguredLoss:
 class Loss:
     tokens: TokenLosses
     inputs: frozenset[str] = POLICY_INPUTS
-    """The `loss_fn_inputs` that a datum must have, each [T]. It may also have `OPTIONAL_INPUTS`."""
+    """The `loss_fn_inputs` that a datum must have, each [T], besides `OPTIONAL_INPUTS`."""
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
     """Further keys of `loss_fn_config`, with defaults."""
 
     ratio: Literal["token", "sequence"] = "token"
-    """Used by the metric `train/clip_fraction` of losses with `CLIP`'s settings."""
+    """For `train/clip_fraction`, with `CLIP`'s settings."""
 
     needs_entropy: bool = False
 
     @property
     def known(self) -> Mapping[str, float]:
-        """All keys of `loss_fn_config`, with defaults."""
         return {**(TERMS if self.inputs >= POLICY_INPUTS else {}), **self.settings}
 
     def configured(self, name: str, config: Mapping[str, float | str] | None) -> ConfiguredLoss:
-        """Raises EngineRequestError for a key or value of `config` that cannot be used."""
+        """Raises EngineRequestError for an invalid key or value of `config`."""
         known = self.known
         settings = _Settings(name, {**known, **_numbers(name, config or {}, known=known)})
         needs_entropy = self.needs_entropy or bool(settings.get("entropy"))
@@ -191,8 +189,8 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str,
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
     """-min(s_t * advantage, clip(s_t) * advantage) / n; GSPO-token of Zheng et al. 2025, arXiv:2507.18071.
 
-    s is the geometric mean of a sequence's ratios over its n tokens that train. s_t has the value of s but
-    the gradient of its own token, so that each token can have its own advantage.
+    s is the geometric mean of the ratios of a sequence's n trained tokens. s_t has the value of s and its
+    token's gradient, so that tokens can have different advantages.
     """
     advantages = inputs["advantages"]
     means, counts = _sequence_means(logprobs.detach() - inputs["logprobs"], inputs)
@@ -290,7 +288,7 @@ def _divergence(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Te
 
 
 def _sequence_means(values: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """For each token's sequence: the mean of `values` over tokens that train, and their number."""
+    """Per token: the mean of `values` over its sequence's trained tokens, and their number."""
     sequence, mask = inputs[SEQUENCE], inputs[MASK]
     both = torch.stack([torch.where(mask, values, 0.0), mask.to(values.dtype)])
     totals, counts = values.new_zeros(2, int(sequence.max()) + 1).index_add(1, sequence, both)
@@ -299,8 +297,7 @@ def _sequence_means(values: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tenso
 
 
 def _ratio(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Probability under the current weights over the sampler's."""
-    # Positions that do not train may have an arbitrary logprob, so their ratio is 1.
+    # Positions that do not train may have any logprob; their ratio is 1.
     return _exp(torch.where(inputs[MASK], logprobs - inputs["logprobs"], 0.0))
 
 
@@ -330,14 +327,14 @@ LOSSES: Mapping[str, Loss] = {
     ),
     "kl_cov": Loss(kl_cov, inputs=POLICY_INPUTS | {COVARIANT}, settings={"kl": 1.0, "cov_share": 2e-4}),
 }
-"""By `loss_fn`. Names that Tinker has mean the same as there, except that `gspo` is divided by n."""
+"""By `loss_fn`. Tinker's names mean the same, except that `gspo` is divided by n."""
 
 
 def resolve_loss(name: str) -> Loss:
     """Look up a loss in the table, or import a user's as `module:name` or `file.py:name`.
 
-    That is a `Loss`, or a function like those above, which takes `POLICY_INPUTS` and no settings. Because
-    this imports code, look up names from a network in `LOSSES` instead. Raises EngineRequestError.
+    That is a `Loss`, or a function like those above with `POLICY_INPUTS` and no settings. This imports
+    code: look up names from a network in `LOSSES`. Raises EngineRequestError.
     """
     return LOSSES[name] if name in LOSSES else _users_loss(name)
 
@@ -414,7 +411,7 @@ def _forward(
     device = hidden.device
     scale = None
     if temperatures is not None:
-        # One row per (token, temperature), since sequences can share a token at different temperatures.
+        # Sequences can share a token at different temperatures.
         pairs, places = np.unique(np.stack([places, temperatures]), axis=1, return_inverse=True)
         places = places.reshape(-1)
         hidden = hidden[torch.from_numpy(pairs[0].astype(np.int64)).to(device)]
@@ -442,7 +439,7 @@ def _forward(
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """(logits / temperatures).log_softmax(-1)[places, targets]. Backward allocates one tensor as large as the
+    """(logits / temperatures).log_softmax(-1)[places, targets]. Backward allocates one tensor like the
     logits."""
 
     @staticmethod
@@ -471,12 +468,12 @@ class _TargetLogprobs(torch.autograd.Function):
         return result.to(logits.dtype), None, None, None
 
 
-# Entropies of a chunk are computed in this many blocks, so that their memory is small next to the logits.
+# So that a chunk's entropies take little memory next to its logits.
 BLOCKS = 8
 
 
 class _LogprobsAndEntropies(torch.autograd.Function):
-    """`_TargetLogprobs` with entropies, (2, s). Backward also allocates blocks of that tensor."""
+    """`_TargetLogprobs` with entropies, (2, s). Backward also allocates blocks."""
 
     @staticmethod
     def forward(
@@ -502,7 +499,7 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         parts = (each.chunk(BLOCKS) for each in (result, entropies[:, None], *both))
         for part, entropy, of_logprobs, of_entropies in zip(*parts, strict=True):
             probabilities = part.exp()
-            # d entropy / d logit = -p (log p + entropy). The clamp keeps log p finite where p is 0.
+            # d entropy / d logit = -p (log p + entropy). The clamp keeps log p finite.
             part.clamp_(min=-1e4).add_(entropy).mul_(-of_entropies).sub_(of_logprobs).mul_(probabilities)
         result.index_put_((places, targets), gradient[0], accumulate=True)
         if temperatures is not None:
@@ -511,10 +508,9 @@ class _LogprobsAndEntropies(torch.autograd.Function):
 
 
 def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor) -> Tensor:
-    """`_LogprobsAndEntropies` without gradients of the entropies."""
     if torch.is_grad_enabled():
         logprobs: Any = _TargetLogprobs.apply(logits, temperatures, places, targets)
-        with torch.no_grad():  # Comes last, so that `checkpoint` need not recompute it.
+        with torch.no_grad():  # Last, so that `checkpoint` need not recompute it.
             wide = _scaled(logits, temperatures)
             entropies = _entropies(wide, wide.logsumexp(-1))[places]
         return torch.stack([logprobs, entropies])
@@ -525,7 +521,7 @@ def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor,
 
 
 def _entropies(logits: Tensor, normalizers: Tensor) -> Tensor:
-    """Entropies (n,) in nats of logits (n, V) with `logsumexp` (n,)."""
+    """In nats (n,), from logits (n, V) and `logsumexp` (n,)."""
     parts = zip(logits.chunk(BLOCKS), normalizers.chunk(BLOCKS), strict=True)
     return torch.cat([torch.special.entr((p - n[:, None]).exp_()).sum(-1) for p, n in parts])
 

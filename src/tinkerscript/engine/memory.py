@@ -1,7 +1,7 @@
-"""`peak_memory`: a formula for the peak memory of training and sampling, which `bench/memory.py` measures.
+"""`peak_memory`: a formula for the peak memory of training and sampling, checked by `bench/memory.py`.
 
-The model only exists on torch's `meta` device. The terms are those of the Llama family; for other models,
-activations and decoding are estimates.
+The model only exists on torch's `meta` device. For models outside the Llama family, activations and
+decoding are estimates.
 """
 
 from __future__ import annotations
@@ -27,23 +27,19 @@ class Memory:
     """The model, rotary tables and, if all weights train, the samplers' copies."""
 
     adapters: int
-    """A LoRA's weights, and the samplers' copies."""
-
     moments: int
     gradients: int
-    """Gradients, accumulated over a step's microbatches."""
-
     activations: int
-    """A microbatch's peak, or the optimizer step's temporaries if these are larger."""
+    """Peak of a microbatch, or of the optimizer step if larger."""
 
     logits: int
     """One chunk and what the loss derives from it. 0 if the peak is elsewhere."""
 
     kv_cache: int
-    """Keys and values of running rows. The rest of the budget keeps prefixes."""
+    """Of running rows. The rest of the budget keeps prefixes."""
 
     decoding: int
-    """Temporaries of a prefill or a step of all rows, whichever are larger."""
+    """The larger temporaries: of a prefill, or of a step of all rows."""
 
     @property
     def held(self) -> int:
@@ -51,7 +47,7 @@ class Memory:
 
     @property
     def checkpoint(self) -> int:
-        """A checkpoint's bytes on disk."""
+        """On disk."""
         return self.gradients + self.moments
 
     @property
@@ -66,15 +62,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Peak of an engine that alternates between both."""
         return self.held + self.kv_cache + max(self.activations + self.logits, self.decoding)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     tokens: int
-    """Tokens of a microbatch, including padding."""
-
     logits_rows: int
     """Tokens with logits in memory at once (`decoder.logits_rows`)."""
 
@@ -91,11 +84,10 @@ class Workload:
 def peak_memory(
     config: PreTrainedConfig, lora: LoraSettings | None, dtype: torch.dtype, work: Workload
 ) -> Memory:
-    """Peak memory of the embedded engine on one device.
+    """Peak memory on one device.
 
-    If all weights train (`lora` is None), they are float32, and `dtype` is that of their products. Masks of
-    short rows with branches (`packing.MASKED_TOKENS`) are not included. Raises EngineRequestError for targets
-    that the model lacks.
+    If `lora` is None, all weights train in float32, with products in `dtype`. Masks of short rows with
+    branches are not included. Raises EngineRequestError for missing targets.
     """
     return _peak(_empty(config), lora, dtype, work)
 
@@ -105,7 +97,7 @@ def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workl
     parameters = w.parameters
     trained, head = _adapters(model, lora) if lora else (parameters, True)
     e = dtype.itemsize
-    # A sampler copies what trains, and never ties its head to the embeddings.
+    # A sampler copies what trains, and never ties its head.
     copies = work.samplers * e * (parameters + (w.V * w.C if w.tied and w.fused else 0))
     activations, logits = _microbatch(w, lora, e, work, trained=trained, head=head)
     return Memory(
@@ -121,7 +113,7 @@ def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workl
 
 
 def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
-    """How many parameters a LoRA trains, and whether some are the head's."""
+    """Number of parameters, and whether some are the head's."""
     # It imports PEFT, which takes half a second.
     from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
 
@@ -136,7 +128,6 @@ def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
 
 
 def cache_bytes(model: PreTrainedModel, dtype: torch.dtype, lengths: Sequence[int]) -> int:
-    """Bytes of the keys and values of rows of these lengths that decode together."""
     w = _Widths.of(model)
     return w.token_bytes(dtype.itemsize) * stored_tokens(lengths, w.spread)
 
@@ -150,11 +141,10 @@ def cache_budget(
     max_context: int,
     checkpointing: bool,
 ) -> int:
-    """Bytes that keys and values may take of what the device has free, once `model` is loaded.
+    """Bytes for keys and values, once `model` is loaded.
 
-    What training may need is left free, or three quarters if that is less: few microbatches are as large as
-    they may be. Of a CPU's memory, which other programs use too, half is left. There is no more than all rows
-    need at the full context.
+    Leaves room for training, at most three quarters, because few microbatches are full; on a CPU half, for
+    other programs. Never more than all rows need at full context.
     """
     w = _Widths.of(model)
     most = max_rows * max_context * w.token_bytes(dtype.itemsize)
@@ -180,7 +170,6 @@ def available_memory(device: str) -> int | None:
 
 
 def frozen_memory(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of a frozen model next to the one that trains. Its microbatches need less than training does."""
     w = _Widths.of(_empty(config))
     return dtype.itemsize * w.parameters + w.tables(dtype.itemsize)
 
@@ -205,11 +194,7 @@ class _Widths:
     D: int
     positions: int
     kept: int
-    """Channels of a token's keys and values in a layer."""
-
     normalized: int
-    """Q + K if heads are normalized, else 0."""
-
     parameters: int
     tied: bool
     fused: bool
@@ -243,7 +228,6 @@ class _Widths:
         return FusedDecoder.spread if self.fused else HubDecoder.spread
 
     def token_bytes(self, e: int) -> int:
-        """Keys and values of a token, if all layers attend to all tokens."""
         return e * self.kept * self.L
 
     def tables(self, e: int) -> int:
@@ -251,7 +235,7 @@ class _Widths:
 
 
 def _kept(config: Any, heads: int) -> int:
-    """Channels of keys and values of latent attention, which are not equally wide; 0 of any other."""
+    """Channels of latent attention's keys and values; otherwise 0."""
     widths = [getattr(config, f"{name}_head_dim", None) or 0 for name in ("qk_nope", "qk_rope", "v")]
     return heads * sum(widths) if widths[0] else 0
 
@@ -259,19 +243,19 @@ def _kept(config: Any, heads: int) -> int:
 def _microbatch(
     w: _Widths, lora: LoraSettings | None, e: int, work: Workload, *, trained: int, head: bool
 ) -> tuple[int, int]:
-    """(activations, logits) in bytes where their sum is largest: at the head, in a layer, or in the step."""
+    """(activations, logits) in bytes at their peak: at the head, in a layer, or in the step."""
     half, tokens = e < 4, work.tokens
     layer = _layer(w, lora, half=half) * tokens
-    # The backward pass of a layer recomputes the MLP's products.
+    # Backward recomputes the MLP's products.
     backward = (10 if half else 8) * w.I * tokens
     kept = w.L * (tokens * w.C * (e if lora else 4) if work.activation_checkpointing else layer)
-    # Full training in half precision: autocast's copies, or only the head's with checkpointing.
+    # Autocast's copies in half precision, or with checkpointing only the head's.
     casts = 0 if lora or not half else 2 * (w.V * w.C if work.activation_checkpointing else w.parameters)
     chunks = -(-tokens // work.logits_rows)
     chunk = -(-tokens // chunks) * w.V
     logits = (8 if not lora or not head else 10 if half else 12) * chunk
-    gradient = 0 if lora else 4 * w.V * w.C  # The head's. Tied embeddings hold it through the backward pass.
-    if not lora and chunks > 1:  # A chunk's gradient is created while the sum of the others exists.
+    gradient = 0 if lora else 4 * w.V * w.C  # The head's. Tied embeddings hold it during backward.
+    if not lora and chunks > 1:  # A chunk's gradient next to the sum of the others.
         logits = max(logits, gradient + (e if half else 4) * chunk)
     places = [
         (kept + casts + 10 * w.C * tokens, logits + gradient),
@@ -282,12 +266,11 @@ def _microbatch(
 
 
 def _layer(w: _Widths, lora: LoraSettings | None, *, half: bool) -> int:
-    """Bytes per token that a layer holds for its backward pass."""
     e = 2 if half else 4
     attention_and_mlp = e * (2 * w.Q + 2 * w.K) + 4 * w.H + 3 * e * w.I
     norms = 4 * (2 * w.C + w.normalized)
     if lora is not None:
-        # All of a layer's products have adapters. In half precision, PEFT converts the input of each.
+        # In half precision, PEFT converts the input of each adapted product.
         inputs = 5 * w.C + w.Q + w.I if half else 2 * w.C + w.I
         return norms + attention_and_mlp + 4 * inputs + 4 * 7 * lora.rank
     norms = 16 * w.C + 6 * w.normalized if half else 2 * norms
@@ -303,6 +286,6 @@ def _decoding(w: _Widths, lora: LoraSettings | None, e: int, work: Workload) -> 
     mlp = 3 * e * (w.Q + w.K) + (2 * e + 16 if lora else 4 * e) * w.I
     per_token = 2 * e * w.C + max(attention, mlp) + w.token_bytes(e) + (4 * w.C if lora else 0)
     prefilled = min(PREFILL_TOKENS, work.rows * work.prompt)
-    # A longer prompt takes several prefills: the next one makes its state from that of those before.
+    # The next chunk's state is made from the previous one's.
     long = 2 * w.token_bytes(e) * work.prompt if work.prompt > PREFILL_TOKENS else 0
     return max(per_token * prefilled + long, work.rows * w.V * (18 if e < 4 else 16))

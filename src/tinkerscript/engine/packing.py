@@ -1,13 +1,12 @@
 """Training rows: sequences with a common prefix share a row that computes every distinct prefix once.
 
-A row is a token tree: each token follows its parent, attends to itself and its ancestors, and has its depth
-as its position. Short rows attend through a mask; long ones segment by segment, which avoids N x N matrices.
+A row is a token tree: each token attends to itself and its ancestors, with its depth as position. Short
+rows attend through a mask, long ones segment by segment.
 
-Invariant: every token sees exactly what it would see in a separate row. `shares_prefixes` and
-`attend_in_segments` prove this for a model first.
+Invariant: a token sees what it would see in a separate row. `shares_prefixes` and `attend_in_segments`
+prove this for a model first.
 
-Shapes: B rows of at most N tokens. S positions, one sequence after another; a token that several sequences
-share has several of these, but is computed once.
+Shapes: B rows of at most N tokens. S positions, one sequence after another.
 """
 
 from __future__ import annotations
@@ -31,28 +30,26 @@ from tinkerscript.engine.layer_kinds import LayerKinds, narrowed_windows
 
 Ints = NDArray[np.int64]
 
-# Token limit of a row with branches, for models without segments. The mask has an entry per pair of tokens:
-# 256 MiB in float32, where the 16,384 tokens of a GPU's microbatch would take 1 GiB.
+# Limit of rows with branches without segments: their mask takes 256 MiB in float32, and for 16,384 tokens
+# would take 1 GiB.
 MAX_BRANCHING_TOKENS = 8192
 
-# With segments, rows with branches up to this size still use a mask: one product over all pairs is then
-# faster than many small ones.
+# Rows with branches up to this size always use a mask: one large product is faster than many small ones.
 MASKED_TOKENS = 1024
 
 SEGMENT_COST = 1.5
-"""Cost of a pair in a segment relative to one in a row without branches (measured on a CPU)."""
+"""Cost of a pair in a segment, relative to a row without branches (measured on a CPU)."""
 
-# Tokens of a segment that attend to its prefix at once on a CPU, where the kernel needs a mask of the block.
+# Tokens that attend to a prefix at once on a CPU, where the kernel needs a mask.
 QUERY_BLOCK = 512
 
 SEGMENTS = "tinkerscript_segments"
-"""Hugging Face's name for our attention, which is theirs unless `Packed.mask` has segments."""
+"""Our attention in Hugging Face's registry. It is theirs unless `Packed.mask` has segments."""
 
 PADDING_TOKENS = 256
-"""Padding that costs about as much as another pass of a small model."""
+"""Padding that costs as much as another pass of a small model."""
 
 PADDING_SHARE = 0.125
-"""Further padding, as a share of a batch's real tokens."""
 
 
 @dataclass(slots=True)
@@ -61,10 +58,10 @@ class TokenTree:
     """[N], parents before children"""
 
     depths: Ints
-    """[N], positions in the sequences"""
+    """[N]: positions"""
 
     paths: list[tuple[int, Ints]] = field(default_factory=list[tuple[int, Ints]])
-    """(index of a sequence, places [T] of its tokens in the row)"""
+    """(sequence index, places [T] of its tokens)"""
 
     @property
     def size(self) -> int:
@@ -72,7 +69,6 @@ class TokenTree:
 
     @property
     def is_chain(self) -> bool:
-        """Whether plain causal attention is correct, because there are no branches."""
         return bool(self.depths[-1] == self.size - 1)
 
     @property
@@ -80,7 +76,7 @@ class TokenTree:
         return int(self.depths.sum()) + self.size
 
     def segments(self) -> Iterator[tuple[int, int, Ints]]:
-        """(begin, end, places of all earlier tokens) for each run of tokens that one sequence added."""
+        """(begin, end, places of all earlier tokens) of the tokens that each sequence added."""
         filled = 0
         for _, path in self.paths:
             if len(path) and path[-1] >= filled:
@@ -97,7 +93,6 @@ class TokenTree:
         return seen
 
     def grow(self, index: int, ids: Ints, shared: int) -> None:
-        """Add a sequence that shares its first `shared` tokens with the last one."""
         begin, new = self.size, len(ids) - shared
         start = self.paths[-1][1][:shared] if self.paths else np.empty(0, np.int64)
         self.paths.append((index, np.concatenate([start, np.arange(begin, begin + new)])))
@@ -116,14 +111,13 @@ def token_trees(
 ) -> list[TokenTree]:
     """Arrange `sequences` [T_i] in rows of at most `budget` tokens, or their longest sequence.
 
-    Rows with branches may take twice their longest sequence, so that a group can share a prompt that nearly
-    fills the budget, but without `segments` at most `MAX_BRANCHING_TOKENS`. A sequence joins the tree before
-    it, in the order of ids, if that is cheaper: with a mask, a tree computes all pairs of its tokens, at
-    `pair_cost` relative to a token's other operations.
+    Rows with branches may take twice their longest sequence, but without `segments` at most
+    `MAX_BRANCHING_TOKENS`. A sequence joins the tree before it, in the order of ids, if that is cheaper: a
+    masked tree computes all pairs of tokens, at `pair_cost` relative to a token's other operations.
     """
     trees: list[TokenTree] = []
     before: Ints | None = None
-    # Big-endian bytes sort like the ids, with every prefix before its continuations.
+    # Big-endian bytes sort like ids, prefixes first.
     for index in sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">i8").tobytes()):
         ids = sequences[index]
         shared = 0 if before is None else common_prefix(before, ids)
@@ -170,12 +164,12 @@ def common_prefix(one: Ints, other: Ints) -> int:
 def microbatches(trees: Sequence[TokenTree], budget: int, *, segments: bool = False) -> list[list[TokenTree]]:
     """Batch rows of similar size, at most `budget` padded tokens each; rows with branches separately.
 
-    Masks have at most `MAX_BRANCHING_TOKENS` ** 2 entries per batch.
+    Masks have at most `MAX_BRANCHING_TOKENS` ** 2 entries.
     """
     batches: list[list[TokenTree]] = []
     real = 0
     for tree in sorted(trees, key=lambda t: (t.is_chain, t.size)):
-        # Sorted by size, so the newest row is the widest of its batch.
+        # The newest row is the widest.
         padded = (len(batches[-1]) + 1) * tree.size if batches else 0
         padding = padded - real - tree.size
         fits = batches and batches[-1][0].is_chain == tree.is_chain and padded <= budget
@@ -199,10 +193,11 @@ class Packed:
     """(B, N) int64"""
 
     mask: Tensor | dict[str, Tensor] | None
-    """(B, 1, N, N) additive, one for each kind of layer if there are several; None if no row has branches.
+    """(B, 1, N, N) additive, or one per kind of layer; None without branches.
 
-    For long rows, segments: (1, 1, K, 5) int64 on the CPU, each a row, a range of its tokens, and a range
-    that they attend to, causally if it is the same."""
+    For long rows, segments: (1, 1, K, 5) int64 on the CPU: row, range of tokens, range attended to
+    (causally if it is the same).
+    """
 
     places: Ints
     """[S] among the batch's B * N tokens"""
@@ -219,7 +214,7 @@ class Packed:
 
 
 def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool = False) -> Packed:
-    """`segments`: rows of more than `MASKED_TOKENS` get these instead of a mask."""
+    """`segments`: replace the mask in rows over `MASKED_TOKENS`."""
     device = model.device
     width = max(tree.size for tree in trees)
     ids = np.zeros((len(trees), width), np.int64)
@@ -228,7 +223,7 @@ def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool =
         ids[row, : tree.size], depths[row, : tree.size] = tree.ids, tree.depths
     paths = [(index, path + row * width) for row, tree in enumerate(trees) for index, path in tree.paths]
     mask = None
-    # Causal attention never sees right padding, so rows without branches need no mask.
+    # Causal attention never sees right padding.
     if not all(tree.is_chain for tree in trees):
         in_segments = segments and width > MASKED_TOKENS
         mask = _segments(trees) if in_segments else _masks(trees, width, model)
@@ -242,7 +237,7 @@ def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool =
 
 
 def _masks(trees: Sequence[TokenTree], width: int, model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
-    """0 where a token attends, else -inf. Padding attends to itself, because an empty row would give NaN."""
+    """0 where a token attends, else -inf. Padding attends to itself, to avoid NaN."""
     visible = np.zeros((len(trees), width, width), np.bool_)
     visible[:, np.arange(width), np.arange(width)] = True
     depths = np.zeros((len(trees), width), np.int64)
@@ -272,7 +267,7 @@ def _segments(trees: Sequence[TokenTree]) -> Tensor:
 
 
 _Segments = list[tuple[int, slice, list[slice]]]
-"""(row, its tokens, ranges that they attend to, ending with their own)"""
+"""(row, its tokens, ranges attended to, ending with its own)"""
 
 
 def _attention(
@@ -306,7 +301,7 @@ class _SegmentAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.segments, ctx.scale = segments, scale
-        output = torch.zeros_like(query)  # Padding has no segment.
+        output = torch.zeros_like(query)
         for row, own, ranges in segments:
             keys, values = (_gather(each[row], ranges) for each in (key, value))
             for block, end in _blocks(own, keys):
@@ -338,12 +333,11 @@ class _SegmentAttention(torch.autograd.Function):
 
 
 def _gather(tensor: Tensor, ranges: list[slice]) -> Tensor:
-    """(kv_heads, N, D) -> (kv_heads, n, D): the tokens of `ranges`."""
+    """(kv_heads, N, D) -> (kv_heads, n, D)"""
     return torch.cat([tensor[:, each] for each in ranges], dim=1)
 
 
 def _blocks(own: slice, keys: Tensor) -> Iterator[tuple[slice, int]]:
-    """A segment's tokens in blocks, each with the number of keys up to its last token."""
     prefix = keys.shape[1] - (own.stop - own.start)
     width = QUERY_BLOCK if prefix and keys.device.type == "cpu" else own.stop - own.start
     for begin in range(own.start, own.stop, width):
@@ -374,10 +368,10 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) ->
 
 
 def pair_cost(model: PreTrainedModel) -> float:
-    """The cost of one token's attention to another, relative to one token's matrix products.
+    """Cost of one token's attention to another, relative to one token's matrix products.
 
-    A token takes two operations per parameter. A pair takes four per layer and channel, at about three
-    quarters of the rate (measured on a CPU, docs/benchmarks.md).
+    Two operations per parameter against four per layer and channel, at about three quarters of the rate
+    (measured on a CPU, docs/benchmarks.md).
     """
     config = text_config_of(model)
     pair = 4 * config.num_hidden_layers * config.hidden_size / 0.75
@@ -387,14 +381,13 @@ def pair_cost(model: PreTrainedModel) -> float:
 def shares_prefixes(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
     """Whether rows with branches and a mask give the same logprobs as plain rows.
 
-    False for a model that ignores the mask or the positions (ALiBi, positions that it counts itself). `own`:
-    the model's logits, if already computed.
+    False for models that ignore mask or positions (such as ALiBi). `own`: the model's logits, if computed.
     """
     return _row_equals_plain_rows(model, own, segments=False)
 
 
 def attend_in_segments(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
-    """Make `model` attend by segments in long rows, if that too is proved to equal plain rows.
+    """Make `model` attend by segments in long rows, if that equals plain rows.
 
     Returns False, with nothing changed, for a custom attention (sinks, soft caps).
     """

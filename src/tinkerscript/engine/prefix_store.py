@@ -1,12 +1,12 @@
-"""`PrefixStore`: what one version of the weights has computed of texts, for later requests that begin alike.
+"""`PrefixStore`: what one version of the weights has computed of texts, for later requests with the same
+prefix.
 
-The texts are a tree: each node has some ids, and the keys and values of those alone. The next turn of a
-conversation, or another call with the same prompt, goes on from the longest prefix that is there, id by id.
-A layer with a window or a state keeps only what it has after the last token, so models with such layers go on
-from the ends of texts that were kept, and from nowhere else.
+The texts are a tree: each node has some ids, and their keys and values. A request continues from the
+longest stored prefix, to the id. Layers with a window or a state keep only what follows the last token, so
+with them only whole stored texts are continued.
 
-Invariants: a store belongs to one version of the weights and one adapter. A node was used no later than its
-parent, so that what was used least recently is a leaf.
+Invariants: a store has one version of the weights and one adapter. A node was used no later than its
+parent, so the least recently used one is a leaf.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from tinkerscript.engine.kv_cache import CacheBudget, LayerState, RowState, cut,
 Ids = tuple[int, ...]
 
 WORTH_TOKENS = 64
-"""A prefix that is no text's end is gone on from if it has so many tokens: shorter ones cost less to compute
-again, together with other prompts, than to be gone on from one by one."""
+"""Shorter prefixes, unless a text ends there, are cheaper to compute again in a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What decoding needs of a text."""
-
     logits: Tensor
     """(V,): after the last token."""
 
@@ -41,31 +38,25 @@ class Prefilled:
 class _Node:
     ids: Ids
     state: RowState
-    """Keys and values of `ids`; and what the other layers have after the last, if a text ends here."""
+    """Keys and values of `ids`; if a text ends here, also the other layers' states."""
 
     parent: _Node | None
     is_end: bool
-    """Whether a text that was kept ends here."""
-
     logits: Tensor | None = None
-    """After the last id, if a prompt ends here."""
-
     children: dict[int, _Node] = field(default_factory=dict[int, "_Node"])
-    """By their first ids."""
-
     used: int = 0
     bytes: int = 0
 
 
 class PrefixStore:
-    """A tree of texts, evicted least recently used. Not thread-safe."""
+    """A tree of texts, evicted least recently used first. Not thread-safe."""
 
     def __init__(self, budget: CacheBudget) -> None:
         self.bytes = 0
         self._budget = budget
         self._root = _Node((), [], None, is_end=False)
         self._nodes: OrderedDict[_Node, None] = OrderedDict()
-        """By when they were used; children before their parents."""
+        """Least recently used first; children before their parents."""
 
         self._can_be_cut = True
         budget.holders.add(self)
@@ -76,7 +67,6 @@ class PrefixStore:
         return next(iter(self._nodes)).used if self._nodes else None
 
     def evict(self) -> None:
-        """Drop the leaf that was used least recently."""
         node, _ = self._nodes.popitem(last=False)
         assert not node.children
         assert node.parent is not None
@@ -84,7 +74,6 @@ class PrefixStore:
         self.bytes -= node.bytes
 
     def complete(self, ids: Ids) -> Prefilled | None:
-        """The prompt `ids`, if all of it was prefilled."""
         path, found = self._walk(ids)
         if found < len(ids) or _over(path, found) or path[-1].logits is None:
             return None
@@ -92,11 +81,10 @@ class PrefixStore:
         return Prefilled(path[-1].logits, joined([node.state for node in path]))
 
     def worth(self, ids: Ids) -> int:
-        """How many of the first `ids` to go on from."""
         return self._usable(ids)[1]
 
     def longest(self, ids: Ids) -> tuple[int, RowState | None]:
-        """The prefix of `ids` to go on from: its length and state; (0, None) if there is none."""
+        """The prefix to continue from: its length and state, or (0, None)."""
         path, length = self._usable(ids)
         if not path:
             return 0, None
@@ -107,8 +95,8 @@ class PrefixStore:
         return length, joined(parts)
 
     def keep(self, ids: Ids, read: Callable[[int], RowState], logits: Tensor | None = None) -> None:
-        """Keep a text, if there is room. `read` copies its state from a position on."""
-        with suppress(RuntimeError):  # Out of memory: what is not kept is computed again.
+        """`read` copies the text's state from a position on."""
+        with suppress(RuntimeError):  # Without memory, it is computed again later.
             self._keep(ids, read, logits)
 
     def _keep(self, ids: Ids, read: Callable[[int], RowState], logits: Tensor | None) -> None:
@@ -120,7 +108,7 @@ class PrefixStore:
             if not self._budget.has_room(sum(each.nbytes for layer in state for each in layer.tensors)):
                 return
             if path and path[-1] not in self._nodes:
-                return  # It was the last to be evicted.
+                return  # Evicted meanwhile.
             self._can_be_cut = all(layer.can_be_cut for layer in state)
             if over:
                 path[-1] = self._split(path[-1], len(path[-1].ids) - over)
@@ -131,12 +119,12 @@ class PrefixStore:
                 path[-1].state = joined([path[-1].state, state])
         path[-1].is_end = True
         if logits is not None:
-            path[-1].logits = logits.clone()  # Not a view, which would keep those of a whole batch.
+            path[-1].logits = logits.clone()  # A view would keep the whole batch.
         self._weigh(path[-1])
         self._touch(path)
 
     def _walk(self, ids: Ids) -> tuple[list[_Node], int]:
-        """The nodes along `ids`, and how many ids they have in common; of the last node perhaps not all."""
+        """Nodes along `ids`, and the number of ids in common, which may end within the last node."""
         path: list[_Node] = []
         node, found = self._root, 0
         while found < len(ids) and (child := node.children.get(ids[found])) is not None:
@@ -158,7 +146,7 @@ class PrefixStore:
         return path, sum(len(node.ids) for node in path)
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Divide a node in two: its first `at` ids, which are returned, and the others."""
+        """Split a node after `at` ids. Returns the first part."""
         assert node.parent is not None
         upper = _Node(node.ids[:at], _without_ends(cut(node.state, 0, at)), node.parent, is_end=False)
         node.ids, node.state, node.parent = node.ids[at:], cut(node.state, at), upper
@@ -186,12 +174,10 @@ class PrefixStore:
 
 
 def _over(path: list[_Node], found: int) -> int:
-    """How many ids of the last node are beyond the `found` ones."""
     return sum(len(node.ids) for node in path) - found
 
 
 def _common(ids: Ids, others: Ids, begin: int) -> int:
-    """How many of the first `ids` are those of `others` from `begin` on."""
     there = others[begin : begin + len(ids)]
     if there == ids:
         return len(ids)

@@ -1,9 +1,9 @@
 """`Ranks`: rank 0's connections to the other ranks of an engine on several devices, and their processes.
 
-Rank 0 starts them itself, unless a launcher such as torchrun did. They connect through a Unix socket in a
-private folder, or after a launcher through TCP, with a secret from torch's store.
+Rank 0 starts them unless a launcher such as torchrun did. They connect through a Unix socket in a private
+folder, or after a launcher through TCP, with a secret from torch's store.
 
-Invariant: if one rank ends, all end within seconds, and rank 0 reports which one ended and how.
+Invariant: if one rank ends, all end within seconds.
 """
 
 from __future__ import annotations
@@ -40,25 +40,23 @@ from tinkerscript.lifecycle import ORPHAN_GRACE_S, describe_exit, exit_hard_afte
 Sharding = Literal["replicate", "shard"]
 
 FOLDER_VARIABLE = "TINKERSCRIPT_RANKS"
-"""Set for ranks that rank 0 started: a private folder with its socket and torch's store."""
+"""Private folder with rank 0's socket and torch's store, for ranks that it started."""
 
 CONTROL_KEY = "tinkerscript/control"
-"""Key in torch's store for rank 0's address, after a launcher."""
 
 START_S = 600.0
-"""Time limit for all ranks to load the model."""
+"""Time for all ranks to load the model."""
 
 GROUP_TIMEOUT_S = 600.0
-"""Time limit of collective operations."""
 
 NAMING_S = 5.0
 """How long a failed operation waits for news of a dead rank."""
 
 RANK_GRACE_S = ORPHAN_GRACE_S + 1
-"""Time limit for a follower to exit by itself."""
+"""Time for a follower to exit by itself."""
 
 ANSWER_POLL_S = 0.02
-"""How often rank 0 lets sampling run while it waits for the others."""
+"""Interval at which sampling runs while rank 0 waits."""
 
 
 T = TypeVar("T")
@@ -68,14 +66,8 @@ T = TypeVar("T")
 class RankSpec:
     folder: Path
     device: str
-    """`cpu`, or `cuda` with one GPU per rank."""
-
     dtype: torch.dtype
-    """The dtype of the loaded weights."""
-
     autocast: torch.dtype
-    """The `compute_dtype` of a `Trainer`."""
-
     lora: LoraSettings | None
     sharding: Sharding
     activation_checkpointing: bool
@@ -99,7 +91,7 @@ class RankSpec:
 
 
 def check_devices(devices: int, device: str) -> None:
-    """Raises ConfigError for a single device, or if this machine has too few."""
+    """Raises ConfigError for a single device, or too few in this machine."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(
             f"engine.device: {device!r} cannot be shared out over engine.devices: {devices}; use cpu or cuda"
@@ -114,14 +106,12 @@ def is_launched() -> bool:
 
 
 class Ranks:
-    """Belongs to the computing thread, but `failure` and `close` can be used from any."""
+    """Belongs to the computing thread, except `failure` and `close`."""
 
     def __init__(self, size: int, spec: RankSpec, log_dir: Path | None = None) -> None:
-        """Start the followers, or wait for a launcher's. Their logs go to `log_dir`."""
+        """Start the followers, which log to `log_dir`, or wait for a launcher's."""
         self.size, self.spec = size, spec
         self.failure: Future[None] = Future()
-        """Gets the EngineError that ended the ranks."""
-
         self._answers: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._answered: dict[int, Any] = {}
         self._connections: dict[int, Connection] = {}
@@ -153,13 +143,13 @@ class Ranks:
             self.spec.join(self._store, 0, self.size)
 
     def tell(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Call a method of the followers' trainers, each with its own arguments. Raises EngineError."""
+        """Call a method on all followers. Raises EngineError."""
         self._raise_failure()
         for rank, each in enumerate(arguments, start=1):
             self._connections[rank].send((method, each))
 
     def answers(self, within_s: float | None = None) -> list[Any] | None:
-        """What the followers' methods returned, by rank; None if that takes longer. Raises EngineError."""
+        """The followers' results by rank; None if that takes longer. Raises EngineError."""
         deadline = None if within_s is None else time.monotonic() + within_s
         while len(self._answered) < self.size - 1:
             self._raise_failure()
@@ -181,7 +171,7 @@ class Ranks:
 
     @contextmanager
     def computing(self) -> Generator[None]:
-        """Wraps a block in which all ranks compute: an error ends them all. Raises EngineError."""
+        """A block in which all ranks compute. An error ends them all. Raises EngineError."""
         try:
             yield
         except Exception as error:
@@ -190,7 +180,7 @@ class Ranks:
             raise self.fail(EngineError(f"rank 0: {type(error).__name__}: {error}")) from error
 
     def fail(self, error: EngineError) -> EngineError:
-        """End all ranks. Returns the error that did so first."""
+        """End all ranks. Returns the first error."""
         with self._lock:
             first = not self.failure.done() and not self._is_closed
             if first:
@@ -202,7 +192,7 @@ class Ranks:
             self._disconnect()
             if self.spec.device == "cuda" and dist.is_initialized():
                 group: Any = dist.group.WORLD
-                group.abort()  # gloo operations end with the connections, but NCCL's do not.
+                group.abort()  # NCCL's operations do not end with the connections, unlike gloo's.
         found = self.failure.exception() if self.failure.done() else None
         return found if isinstance(found, EngineError) else error
 
@@ -236,7 +226,7 @@ class Ranks:
             FOLDER_VARIABLE: str(self._folder),
         }
         with self._log_of(rank).open("ab") as log:
-            # A separate session, so that Ctrl-C reaches only rank 0.
+            # Ctrl-C must reach only rank 0.
             process = self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-m", "tinkerscript", "rank"],
                 env=os.environ | own,
@@ -259,14 +249,13 @@ class Ranks:
         self._lose(rank, f"ended ({end}); the end of {log}:\n{last_lines(log)}")
 
     def _admit(self) -> None:
-        """Each follower sends its rank, gets the spec, and reports when it has loaded."""
         while len(self._connections) < self.size - 1:
             try:
                 connection = self._listener.accept()
                 rank = connection.recv()
                 connection.send(self.spec)
             except (AuthenticationError, EOFError, ConnectionError):
-                continue  # A stranger, or a rank that died and will be missed.
+                continue  # A stranger, or a dead rank.
             except OSError:
                 return  # The listener is closed.
             self._connections[rank] = connection
@@ -293,7 +282,7 @@ class Ranks:
 
     def _disconnect(self) -> None:
         for connection in list(self._connections.values()):
-            # Closing would not wake the thread that reads.
+            # Closing would not wake the reading thread.
             with suppress(OSError), _socket_of(connection) as end:
                 end.shutdown(socket.SHUT_RDWR)
 
@@ -302,7 +291,7 @@ def receive(connection: Connection, messages: SimpleQueue[Any]) -> None:
     with suppress(EOFError, OSError):
         while (message := connection.recv()) is not None:
             messages.put(message)
-    exit_hard_after(ORPHAN_GRACE_S)  # This rank may be stuck in a collective operation without the others.
+    exit_hard_after(ORPHAN_GRACE_S)  # It may be stuck in a collective operation.
     messages.put(None)
 
 
@@ -326,12 +315,11 @@ def _launchers_store() -> Store:
 
 
 def _socket_of(connection: Connection) -> socket.socket:
-    """The connection's socket, with a separate file descriptor."""
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
 def _notice_a_lost_host(connection: Connection) -> None:
-    """Make a TCP connection fail within 10 seconds if the other machine stops answering."""
+    """Fail within 10 seconds if the other machine stops answering."""
     with _socket_of(connection) as end:
         if end.family in (socket.AF_INET, socket.AF_INET6):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

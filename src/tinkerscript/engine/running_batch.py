@@ -1,12 +1,11 @@
 """`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
-Requests join between two steps, and rows leave as they finish. Only what is new in a prompt is prefilled: a
-`PrefixStore` keeps what was computed for earlier prompts and replies. A long prompt is prefilled in chunks,
-and between them the other rows go on. A row waits until the `CacheBudget` has room for it; if the rows that
-run outgrow the budget, the newest goes back to those that wait, and is prefilled again later.
+Requests join between two steps, and rows leave as they finish. Only new parts of prompts are prefilled
+(`PrefixStore`), long ones in chunks between steps. Rows wait for room in the `CacheBudget`; when running
+rows outgrow it, the newest ones wait again.
 
-Invariants: the order of rows is that of their cache. An error in one row fails its request alone, and leaves
-the ids and the log probabilities of all others as they would be.
+Invariants: rows are in their cache's order. An error in one row fails only its request, and does not change
+the others' ids and log probabilities.
 """
 
 from __future__ import annotations
@@ -33,20 +32,19 @@ from tinkerscript.engine.sampling import Chosen, RowSettings, choose
 from tinkerscript.errors import EngineError
 
 PREFILL_TOKENS = 2048
-"""Most padded tokens of one prefill. A longer prompt takes several."""
+"""Padded tokens per prefill; a longer prompt takes several."""
 
 
 STEP_TOKENS = 16
-"""A step of one row takes about as long as it takes to prefill so many tokens."""
+"""A step of one row takes as long as prefilling this many tokens."""
 
 
 Alternatives = Sequence[tuple[int, float]]
-"""The most probable ids at one position with their log probabilities, best first."""
 
 
 Report = Callable[[int, int, int, float, Alternatives], None]
 """(index, offset, token, logprob, top): sample `index` drew `token` after `offset` others. Called on the
-engine's thread for every sampled token, so it must not block."""
+engine's thread for every token, so it must not block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +52,15 @@ class SampledRow:
     ids: list[int]
     logprobs: list[float]
     stop_reason: str
-    """`stop` or `length`; `cut`: it is not complete (`RunningBatch.cut`)."""
+    """`stop`, `length`, or `cut` (`RunningBatch.cut`)."""
 
     top: list[Alternatives]
-    """One for each sampled id, if the request asked for alternatives."""
-
     constrained: bytes = b""
-    """`sampling.FREE`, `CUT` or `FORCED` for each sampled id, if the request has a grammar."""
+    """`sampling.FREE`, `CUT` or `FORCED` per sampled id, with a grammar."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One sampling request: `num_samples` rows over one prompt."""
-
     prompt: Ids
     num_samples: int
     max_tokens: int
@@ -78,20 +72,14 @@ class Request:
     stop_strings: tuple[str, ...]
     report: Report | None = None
     top_logprobs: int = 0
-    """How many alternatives to report per position."""
-
     min_p: float = 0.0
 
     sampled: int = 0
-    """How many of the prompt's last ids are the beginning of the reply, by other weights: stop strings may
-    begin there."""
+    """The prompt's last ids that begin the reply, from other weights. Stop strings may begin there."""
 
     matchers: list[Matcher] | None = None
-    """The state of each sample in the request's grammar, if it has one."""
-
     future: Future[list[SampledRow]] = field(default_factory=Future[list[SampledRow]])
     finished: dict[int, SampledRow] = field(default_factory=dict[int, SampledRow])
-    """Finished rows by sample index."""
 
     def finish(self, index: int, row: SampledRow) -> None:
         self.finished[index] = row
@@ -105,14 +93,10 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RunningRow:
-    """One sequence, which is being decoded or waits."""
-
     request: Request
     index: int
     random: np.random.Generator | None = None
     admitted: int = 0
-    """Later rows have larger numbers."""
-
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     top: list[Alternatives] = field(default_factory=list[Alternatives])
@@ -120,7 +104,6 @@ class RunningRow:
 
     @property
     def sequence(self) -> Ids:
-        """The prompt, and what was sampled."""
         return (*self.request.prompt, *self.ids) if self.ids else self.request.prompt
 
     @property
@@ -128,9 +111,9 @@ class RunningRow:
         return self.request.matchers[self.index] if self.request.matchers else None
 
     def take(self, token: int, logprob: float, top: Alternatives, constraint: int) -> None:
-        """Append a sampled token; `constraint`: what the grammar did to it, if there is one.
+        """Append a sampled token; `constraint`: the grammar's effect.
 
-        Raises EngineError for one of a distribution that is none.
+        Raises EngineError for an invalid distribution.
         """
         if math.isnan(logprob):
             raise EngineError(
@@ -154,8 +137,7 @@ class RunningRow:
 class RunningBatch:
     """Decodes with one frozen `Decoder`. Not thread-safe: the engine's thread owns it.
 
-    `decode` gives the text of ids, in which stop strings are looked for. `random` draws for rows
-    of requests without a seed.
+    `decode` turns ids into text, to find stop strings. `random` draws for requests without a seed.
     """
 
     def __init__(
@@ -180,38 +162,35 @@ class RunningBatch:
         self._prefixes = prefixes or PrefixStore(self._budget)
         self._waiting: deque[RunningRow] = deque()
         self._filling: tuple[Ids, int, RowState] | None = None
-        """A prompt of which some chunks are prefilled, how many tokens those are, and their state."""
+        """A partly prefilled prompt, the number of its tokens done, and their state."""
 
         self._admitted = itertools.count()
         self._settings: RowSettings | None = None
         self._is_cut = False
         self.prefilled_tokens = 0
-        """Tokens of prompts that were computed, so far."""
 
     @property
     def busy(self) -> bool:
         return bool(self._cache.groups or self._waiting)
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its future resolves to its rows in sample order."""
+        """The request's future resolves to its rows in sample order."""
         self._waiting.extend(RunningRow(request, index) for index in range(request.num_samples))
         if self._is_cut:
             self.cut()
 
     def cut(self) -> None:
-        """End every row where it is, and each that is submitted from now on before its first token: newer
-        weights go on with them."""
+        """End all rows where they are, and later ones before their first token: newer weights continue
+        them."""
         self._is_cut = True
         for row in self._drop_all():
             row.finish("cut")
 
     def fail(self, error: BaseException) -> None:
-        """Fail every running and waiting request with `error`."""
         for row in self._drop_all():
             _fail(row.request, error)
 
     def _drop_all(self) -> list[RunningRow]:
-        """All rows, and those that wait, which leave."""
         rows = [*self._cache.rows, *self._waiting]
         self._waiting.clear()
         self._cache.clear()
@@ -220,9 +199,9 @@ class RunningBatch:
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Sample one token for every running row, then admit waiting rows and sample their first token.
+        """Sample one token per running row, then admit waiting rows and sample their first.
 
-        What fails for one row fails its request alone; what raises is the failure of all.
+        A row's error fails its request; an exception means that all failed.
         """
         self._drop_done()
         if self._cache.groups:
@@ -238,8 +217,8 @@ class RunningBatch:
             ids = torch.tensor([row.ids[-1] for row in rows], device=self._device)
             logits = self._decoder.step(ids, self._cache.groups)
         except RuntimeError as error:
-            # Most likely there is no memory, and the longest row needs most. The others take this step again:
-            # it has changed nothing but the position that it writes, unless there are states.
+            # Probably out of memory, and the longest row needs most. The others repeat this step, which has
+            # changed only the position that it writes, unless there are states.
             rows, lengths = self._cache.rows, self._cache.lengths
             longest = rows[lengths.index(max(lengths))]
             for row in rows if self._cache.is_recurrent else [longest]:
@@ -250,21 +229,19 @@ class RunningBatch:
         self._take(rows, logits, self._row_settings())
 
     def _make_room(self) -> None:
-        """Make room for the next token of every row. Those that came last wait if the budget has none."""
+        """If the budget is too small for every row's next token, the newest rows wait."""
         while not self._cache.grow():
             newest = max(self._cache.rows, key=lambda row: row.admitted)
             self._remove([newest])
             self._waiting.appendleft(newest)
 
     def _drop_done(self) -> None:
-        """Drop all rows of requests that were cancelled or have failed."""
         if self._waiting and any(row.request.future.done() for row in self._waiting):
             self._waiting = deque(row for row in self._waiting if not row.request.future.done())
         self._remove([row for row in self._cache.rows if row.request.future.done()])
 
     def _admit(self) -> None:
-        """Let waiting rows run, in their order, while there is room. If others run, one prefill is all that
-        their next tokens wait for."""
+        """If others run, their next tokens wait for one prefill only."""
         others = bool(self._cache.rows)
         while rows := self._admissible():
             ready = self._prefilled(list(dict.fromkeys(row.sequence for row in rows)))
@@ -274,7 +251,7 @@ class RunningBatch:
                 return
 
     def _admissible(self) -> list[RunningRow]:
-        """The first rows that wait and seem to have room; when they are prefilled, it is known exactly."""
+        """Prefilling tells exactly how many waiting rows have room."""
         found: list[RunningRow] = []
         wanted = 0
         for row in islice(self._waiting, self._max_rows - len(self._cache.rows)):
@@ -289,14 +266,13 @@ class RunningBatch:
         return found
 
     def _prefilled(self, sequences: list[Ids]) -> dict[Ids, Prefilled | Exception]:
-        """Those that were prefilled before, and those that about `PREFILL_TOKENS` more complete; or why one
-        failed."""
+        """Known sequences, and those that about `PREFILL_TOKENS` more complete, or why one failed."""
         found: dict[Ids, Prefilled | Exception] = {}
         for sequence in sequences:
             try:
                 if kept := self._prefixes.complete(sequence):
                     found[sequence] = kept
-            except RuntimeError as error:  # There is no memory to put it together.
+            except RuntimeError as error:
                 found[sequence] = error
         until = self.prefilled_tokens + PREFILL_TOKENS
         for sequence in sequences:
@@ -313,7 +289,6 @@ class RunningBatch:
         return found
 
     def _batch_with(self, sequence: Ids, sequences: list[Ids], found: Container[Ids]) -> list[Ids]:
-        """`sequence`, and those of similar length that begin from nothing too."""
         others = [each for each in sequences if each not in found]
         fresh = [each for each in others if not self._is_long(each) and not self._worth(each)]
         return next(batch for batch in _similar_lengths(fresh) if sequence in batch)
@@ -322,14 +297,12 @@ class RunningBatch:
         return len(sequence) > PREFILL_TOKENS and not self._decoder.is_recurrent
 
     def _worth(self, sequence: Ids) -> int:
-        """How many of its tokens need no prefill."""
         known = self._prefixes.worth(sequence[:-1])
         if self._decoder.is_recurrent and STEP_TOKENS * (len(sequence) - known) > len(sequence):
             return 0
         return known
 
     def _prefill_chunk(self, sequence: Ids) -> dict[Ids, Prefilled | Exception]:
-        """Prefill what follows of a sequence, or a part of it."""
         try:
             if self._filling is not None and self._filling[0] == sequence:
                 (_, known, past), self._filling = self._filling, None
@@ -345,7 +318,7 @@ class RunningBatch:
         return {sequence: self._kept(sequence, logits[0], state)}
 
     def _prefill_each(self, sequences: list[Ids]) -> dict[Ids, Prefilled | Exception]:
-        """Prefill sequences together; if that fails, each of them alone says whose failure it is."""
+        """If prefilling together fails, prefill one by one to find the faulty sequences."""
         try:
             logits, states = self._prefill(sequences)
         except Exception as error:  # noqa: BLE001 - the request's future carries it
@@ -360,7 +333,6 @@ class RunningBatch:
     def _prefill(
         self, parts: list[Ids], past: RowState | None = None, begin: int = 0
     ) -> tuple[Tensor, list[RowState]]:
-        """Prefill parts of rows together: the last one is the longest."""
         lengths = torch.tensor([len(part) for part in parts], device=self._device)
         ids = torch.zeros(len(parts), len(parts[-1]), dtype=torch.long)
         for i, part in enumerate(parts):
@@ -374,10 +346,7 @@ class RunningBatch:
         return Prefilled(logits, state)
 
     def _run(self, rows: list[RunningRow], ready: dict[Ids, Prefilled | Exception]) -> None:
-        """Let those of `rows` run whose sequences are ready, and sample their first tokens.
-
-        A row leaves the queue only when it runs or has failed, so `fail` finds it whatever raises here.
-        """
+        """A row leaves the queue only when it runs or has failed, so `fail` always finds it."""
         prefilled = {ids: each for ids, each in ready.items() if isinstance(each, Prefilled)}
         failed = [row for row in rows if row.sequence in ready and row.sequence not in prefilled]
         fitting = [row for row in rows if row.sequence in prefilled]
@@ -386,7 +355,7 @@ class RunningBatch:
             lengths = [len(row.sequence) for row in [*fitting, *later]]
             like = next(iter(prefilled.values())).state
             count = self._cache.fit(lengths, like)
-            with suppress(RuntimeError):  # There is no memory for all of them; each says so for itself.
+            with suppress(RuntimeError):
                 self._cache.reserve(lengths[:count], like)
             fitting = fitting[:count]
         rows = [*failed, *fitting]
@@ -412,7 +381,7 @@ class RunningBatch:
         for row in rows:
             row.random = row.random or self._generator(row.request, row.index)
             row.admitted = next(self._admitted)
-        self._settings_of(rows)  # One that torch does not take must not meet the rows that run.
+        self._settings_of(rows)  # Invalid settings must not reach the running rows.
         self._cache.add(rows, prefilled.state, len(rows[0].sequence))
         return rows
 
@@ -422,7 +391,6 @@ class RunningBatch:
         return np.random.default_rng([request.seed & 0xFFFF_FFFF_FFFF_FFFF, index])
 
     def _take(self, rows: list[RunningRow], logits: Tensor, settings: RowSettings) -> None:
-        """Sample one token for each of `rows` from their logits, and remove finished rows."""
         uniforms = torch.tensor([_random_of(row).random() for row in rows], dtype=torch.float32)
         uniforms = uniforms.to(self._device)
         chosen = choose(logits, uniforms, settings, self._allowed(rows, logits.shape[-1]))
@@ -448,8 +416,8 @@ class RunningBatch:
         self._remove(finished)
 
     def _allowed(self, rows: list[RunningRow], vocabulary: int) -> Tensor | None:
-        """The ids that grammars allow next, bool (n, V); None if no row has a grammar. A grammar that allows
-        none fails its request, whose row is free to sample what nobody takes."""
+        """Ids that grammars allow next, bool (n, V); None without grammars. If a grammar allows none, its
+        request fails, and the row may sample anything."""
         if all(row.matcher is None for row in rows):
             return None
         allowed = np.ones((len(rows), vocabulary), dtype=np.bool_)
@@ -470,7 +438,7 @@ class RunningBatch:
         return None
 
     def _ends_with_stop_string(self, row: RunningRow) -> bool:
-        """Whether the newest token completed a stop string; an earlier one would have ended the row."""
+        """Only the newest token can complete one: an earlier one would have ended the row."""
         window = max(len(s.encode()) for s in row.request.stop_strings) + 8
         ids = row.ids[-window:]
         if len(ids) < window and (sampled := row.request.sampled):
@@ -484,9 +452,7 @@ class RunningBatch:
         return self._settings
 
     def _remove(self, rows: list[RunningRow]) -> None:
-        for row in reversed(
-            rows
-        ):  # Those behind first: then none takes the place of another that leaves too.
+        for row in reversed(rows):  # Last ones first, so that no leaving row takes another's place.
             self._cache.remove(row)
         if rows:
             self._settings = None
@@ -520,7 +486,7 @@ def _fail(request: Request, error: BaseException) -> None:
     try:
         request.future.set_exception(error)
     except InvalidStateError:
-        return  # The caller cancelled, or another of its rows failed.
+        return  # The caller cancelled, or another row of the request failed.
 
 
 def _is_truncated(request: Request) -> bool:
@@ -528,7 +494,6 @@ def _is_truncated(request: Request) -> bool:
 
 
 def _alternatives(rows: list[RunningRow], chosen: Chosen) -> list[Alternatives]:
-    """Per row, as many as its request asked for."""
     if chosen.top_ids is None or chosen.top_logprobs is None:
         return [()] * len(rows)
     both = zip(chosen.top_ids.tolist(), chosen.top_logprobs.tolist(), strict=True)
@@ -539,7 +504,7 @@ def _alternatives(rows: list[RunningRow], chosen: Chosen) -> list[Alternatives]:
 
 
 def _similar_lengths(prompts: list[Ids]) -> list[list[Ids]]:
-    """Batches of rising length: at most `PREFILL_TOKENS` padded, at least half of them real tokens."""
+    """Batches of rising length: at most `PREFILL_TOKENS` padded, at least half real."""
     batches: list[list[Ids]] = []
     for prompt in sorted(prompts, key=len):
         batch = batches[-1] if batches else []

@@ -1,7 +1,7 @@
 """`choose` samples one token per row from logits; `score_prompt` scores given tokens.
 
-Sampling inverts the cumulative distribution, with one uniform number per token from the row's own generator.
-So a seeded request gets the same tokens whatever else is in the batch, up to rounding of its logits.
+Sampling inverts the cumulative distribution, with one uniform number per token from the row's own
+generator. So a seeded request does not depend on the rest of the batch, except for rounding.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tinkerscript.engine.decoder import Decoder
 
-# What a grammar did to a token's choice: nothing (everything with probability above 0 was allowed), left
-# several of more, or left one. The numbers are those in `rollouts.TokenConstraint`.
+# A grammar's effect: nothing, left several of more tokens, or left one. Numbers as in
+# `rollouts.TokenConstraint`.
 FREE, CUT, FORCED = range(3)
 
-# Tinker's filler for empty cells in a table of most probable tokens, with id 0.
+# Tinker's filler in tables of the most probable tokens, with id 0.
 NO_LOGPROB = -99999.0
 
 
@@ -38,7 +38,6 @@ class RowSettings:
     """Some row has top_p < 1, top_k > 0 or min_p > 0."""
 
     top: int = 0
-    """Alternatives per row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +49,20 @@ class Chosen:
     """(n,)"""
 
     top_ids: Tensor | None = None
-    """(n, settings.top), best first; None if no row asks for any."""
+    """(n, settings.top), best first."""
 
     top_logprobs: Tensor | None = None
     """(n, settings.top)"""
 
     constraints: Tensor | None = None
-    """(n,) `FREE`, `CUT` or `FORCED`; None if no row has a grammar."""
+    """(n,): `FREE`, `CUT` or `FORCED`; None without grammars."""
 
 
 def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Tensor | None = None) -> Chosen:
     """logits (n, V), uniforms (n,) in [0, 1), allowed (n, V) bool -> one token per row.
 
-    Logprobs and `constraints` are about the distribution after temperature (1 if greedy) and before
-    `allowed`, min-p, top-k and top-p.
+    Logprobs and `constraints` are from after temperature (1 if greedy), before `allowed`, min-p, top-k and
+    top-p.
     """
     logits = logits.float()
     if settings.plain and allowed is None:
@@ -75,7 +74,7 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
     if allowed is None:
         weights = logprobs.exp()
     else:
-        # Masking probabilities instead would fail if everything allowed underflows in float32.
+        # Masking probabilities would fail if everything allowed underflows in float32.
         weights = torch.softmax(scaled.masked_fill(~allowed, -torch.inf), dim=-1)
     best = weights.argmax(-1)
     if settings.truncated:
@@ -86,7 +85,7 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
 
 
 def _constraints(allowed: Tensor, logprobs: Tensor) -> Tensor:
-    """What each row's grammar did: allowed (n, V), logprobs (n, V) -> (n,)."""
+    """Each grammar's effect: allowed (n, V), logprobs (n, V) -> (n,)."""
     cut = (logprobs.exp() * ~allowed).sum(-1) > 0
     return torch.where(allowed.sum(-1) == 1, FORCED, torch.where(cut, CUT, FREE))
 
@@ -104,7 +103,7 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1].contiguous()
     ids = torch.searchsorted(cumulative, (uniforms * total).unsqueeze(-1), right=True).squeeze(-1)
-    # Rounding may reach the total itself. Then take the last id with any weight.
+    # Rounding may reach the total: then take the last id with any weight.
     last = torch.searchsorted(cumulative, total.unsqueeze(-1)).squeeze(-1)
     return torch.minimum(ids, last).clamp(max=weights.shape[-1] - 1)  # With NaN, both exceed the end.
 
@@ -112,8 +111,8 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
     """Zero the weights (n, V) that min-p (n,), then top-k (n,), then top-p (n,) exclude.
 
-    Min-p excludes weights below that share of the largest (Nguyen et al. 2024, arXiv:2407.01082). top_k <= 0
-    is no limit. Top-p keeps the fewest most probable ids that reach it, at least one.
+    Min-p: below that share of the largest weight (Nguyen et al. 2024, arXiv:2407.01082). top_k <= 0: no
+    limit. Top-p keeps the fewest most probable ids that reach it.
     """
     weights = weights * (weights >= min_p[:, None] * weights.amax(-1, keepdim=True))
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
@@ -138,7 +137,6 @@ class PromptScores:
     """[P, K], `NO_LOGPROB` where not scored"""
 
     chosen: NDArray[np.float32] | None
-    """One per `chosen` pair"""
 
 
 @torch.inference_mode()
@@ -150,10 +148,10 @@ def score_prompt(
     top: int = 0,
     chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
 ) -> PromptScores:
-    """Score the positions 1 to P - 1, or the `last` ones.
+    """Score positions 1 to P - 1, or the `last` ones.
 
-    `top`: how many most probable ids to return per position. `chosen`: rows [N] and ids [N] to score, where
-    row i (0 to P - 2) means position i + 1.
+    `top`: number of most probable ids per position. `chosen`: rows [N] and ids [N] to score; row i (0 to P
+    - 2) means position i + 1.
     """
     tokens = torch.tensor(ids, device=decoder.device)
     first = 0 if last is None else max(0, len(ids) - 1 - last)

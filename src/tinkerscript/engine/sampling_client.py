@@ -23,14 +23,13 @@ from tinkerscript.errors import EngineRequestError
 
 
 class EmbeddedSamplingClient:
-    """Tinker's SamplingClient over frozen weights, with continuous batching.
+    """Tinker's SamplingClient, with continuous batching.
 
-    Futures can be awaited or asked for `.result()`. Logprobs, float32 and one per sampled id, are of the
-    distribution after temperature and before top-k and top-p.
+    Futures can be awaited or asked for `.result()`. Logprobs are float32, one per sampled id, from after
+    temperature and before top-k and top-p.
     """
 
     def __init__(self, context: EngineContext, decoder: Decoder, prefixes: PrefixStore | None = None) -> None:
-        """`prefixes`: what `decoder` has computed already."""
         self._context = context
         self._decoder = decoder
         self._prefixes = prefixes or PrefixStore(context.budget)
@@ -46,7 +45,7 @@ class EmbeddedSamplingClient:
         self._names = itertools.count()
 
     def apart(self) -> EmbeddedSamplingClient:
-        """A client of the same weights that a `cut` of this one does not affect."""
+        """A client of the same weights with separate `cut`."""
         return EmbeddedSamplingClient(self._context, self._decoder, self._prefixes)
 
     def sample(
@@ -56,7 +55,7 @@ class EmbeddedSamplingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> APIFuture[tinker.SampleResponse]:
-        """Sample `num_samples` sequences. What a prompt shares with an earlier text is not prefilled again.
+        """Sample `num_samples` sequences. Known prefixes are not prefilled again.
 
         Sequences have `tokens` [T], including the id that ended them, `logprobs` [T] and a `stop_reason`,
         "stop" or "length". `prompt_logprobs` are [P], NaN at 0. Raises EngineRequestError for a prompt
@@ -93,7 +92,7 @@ class EmbeddedSamplingClient:
             report: Called for every token, on the engine's thread.
             top_logprobs: Alternatives per position.
             grammar: Constrains the samples.
-            min_p: Leave out tokens less probable than this share of the most probable one.
+            min_p: Minimum probability, as a share of the most probable token's.
             sampled: How many of the last `ids` begin the reply, from other weights.
         """
         request = self._request(ids, num_samples, sampling_params)
@@ -109,11 +108,10 @@ class EmbeddedSamplingClient:
         return request.future
 
     def cut(self) -> None:
-        """End all samples of these weights, current and future, with `stop_reason` `cut`."""
+        """End all current and future samples with `stop_reason` `cut`."""
         self._context.thread.cut(self._batch)
 
     def compile_grammar(self, grammar: str) -> None:
-        """Compile and cache `grammar`. Raises GrammarError."""
         self._context.grammars.matcher(grammar)
 
     async def sample_async(
@@ -123,7 +121,7 @@ class EmbeddedSamplingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> tinker.SampleResponse:
-        """For code that uses Tinker's older method."""
+        """Tinker's older method."""
         return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> APIFuture[list[float | None]]:
@@ -156,7 +154,7 @@ class EmbeddedSamplingClient:
         response: Future[tinker.SampleResponse],
         rows: Future[list[SampledRow]],
     ) -> None:
-        # Waits through callbacks, because this runs on the engine's thread and must not block it.
+        # Waits through callbacks, because this runs on the engine's thread.
         if prompt is None:
             self._respond(response, rows, None)
         else:
@@ -214,7 +212,7 @@ class EmbeddedSamplingClient:
 
 
 def _stops(stop: Any, eos_ids: frozenset[int]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Tinker's `stop`: None means end-of-text ids, [] no stop at all, else ids or strings."""
+    """Tinker's `stop`: None means end-of-text ids, [] no stop, else ids or strings."""
     if stop is None:
         return eos_ids, ()
     if isinstance(stop, str):

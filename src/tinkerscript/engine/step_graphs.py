@@ -1,8 +1,8 @@
 """`StepGraphs`: a decoder's steps as CUDA graphs.
 
-On a GPU, the kernels of a step take much longer to launch one by one than to run. A graph launches all of
-them at once, but every address and shape in it is fixed. So a graph computes the whole storage of the cache,
-filled or not, and is captured again when the storage changes.
+Launching a step's kernels one by one takes much longer than running them. A graph launches all at once, but
+with fixed addresses and shapes. So it computes the cache's whole storage, and is captured again when that
+changes.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ Replay = Callable[[], None]
 class _Captured:
     storages: list[int]
     ids: Tensor
-    """(room,): the newest token of each place for a row, in all groups; of no account where no row is."""
+    """(room,): the newest token in each place for a row, in all groups; arbitrary without a row."""
 
     lengths: Tensor
     """(room,)"""
 
     logits: Tensor
-    """(room, V): what `replay` writes."""
+    """(room, V): written by `replay`."""
 
     replay: Replay
 
 
 class StepGraphs:
-    """`step` gives the logits that `run` does, from a graph once it meets a storage for the second time: one
-    that rows still join or outgrow at every token is not worth capturing."""
+    """`step` gives the logits of `run`, from a graph once it meets a storage again: capturing one that
+    still changes at every token would not pay."""
 
     def __init__(
         self,
         run: Callable[[Tensor, Sequence[Tensor], Groups], Tensor],
         capture: Callable[[Callable[[], Tensor]], tuple[Tensor, Replay]],
     ) -> None:
-        """`run`: ids (room,), the lengths (rows,) of each group's storage, groups -> logits (room, V).
+        """`run`: ids (room,), the lengths (rows,) in each group's storage, groups -> logits (room, V).
 
-        `capture`: a function that launches the same kernels each time -> what it returns, and how to launch
-        them again, which overwrites that.
+        `capture`: takes a function that launches the same kernels each time; returns its result and a
+        function to launch them again, which overwrites the result.
         """
         self._run = run
         self._capture = capture
@@ -57,12 +57,11 @@ class StepGraphs:
         self._captured: _Captured | None = None
 
     def step(self, ids: Tensor, groups: Groups) -> Tensor | None:
-        """ids (n,) of all rows -> logits (n, V), which hold until the next call; None: take the step without
-        a graph this time."""
+        """ids (n,) -> logits (n, V), valid until the next call; None: take this step without a graph."""
         storages = [group.storage for group in groups]
         captured = self._captured
         if captured is None or captured.storages != storages:
-            self._captured = captured = None  # Its memory is free before more is taken.
+            self._captured = captured = None  # Frees its memory first.
             if storages != self._met:
                 self._met = storages
                 return None
@@ -76,20 +75,19 @@ class StepGraphs:
     def _captured_step(self, ids: Tensor, groups: Groups, storages: list[int]) -> _Captured:
         rooms = [group.room_for_rows for group in groups]
         padded, lengths = ids.new_zeros(sum(rooms)), ids.new_zeros(sum(rooms))
-        _write(padded, lengths, ids, groups)  # To capture may be to take the step.
+        _write(padded, lengths, ids, groups)  # Capturing may run the step.
         logits, replay = self._capture(lambda: self._run(padded, lengths.split(rooms), groups))
         return _Captured(storages, padded, lengths, logits, replay)
 
 
 def _live(groups: Groups) -> list[tuple[int, int]]:
-    """Where the rows of each group are among all places for rows."""
+    """Ranges of each group's rows among all places."""
     begins = [0, *accumulate(group.room_for_rows for group in groups)]
     return [(begin, begin + len(group.rows)) for begin, group in zip(begins, groups, strict=False)]
 
 
 def _write(padded: Tensor, lengths: Tensor, ids: Tensor, groups: Groups) -> None:
-    """Write a graph's input. A place without a row has the length 0: what it writes, at position 0, the next
-    row's prefill overwrites."""
+    """Write a graph's input. Empty places get length 0: the next row's prefill overwrites position 0."""
     counts = [0] * len(padded)
     first = 0
     for (begin, end), group in zip(_live(groups), groups, strict=True):
@@ -102,7 +100,8 @@ def _write(padded: Tensor, lengths: Tensor, ids: Tensor, groups: Groups) -> None
 def cuda_graph(run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # Libraries take their workspaces at the first call, which no graph may do.
+    # Libraries allocate workspaces at the first call, which a graph must not do.
+    with torch.cuda.stream(side):
         run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()

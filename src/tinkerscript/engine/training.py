@@ -1,8 +1,8 @@
 """`Trainer`: a trainable model with its gradients and optimizer. `EmbeddedTrainingClient`: Tinker's
 TrainingClient.
 
-Invariants: calls take effect on the engine's thread, in the order in which they were made. Losses are sums
-over tokens, so gradients do not depend on how data is packed.
+Invariants: calls take effect on the engine's thread, in order. Losses are sums over tokens, so gradients do
+not depend on packing.
 """
 
 from __future__ import annotations
@@ -52,14 +52,12 @@ from tinkerscript.engine.weights import load_optimizer_state, load_same_model, s
 from tinkerscript.errors import EngineError, EngineRequestError
 
 MICROBATCH_TOKENS = 4096
-"""Limit of padded tokens in a CPU's microbatch."""
 
-# Accelerators have more units to fill.
 MICROBATCH_TOKENS_OF_DEVICES = 16_384
 
 
 def tokens_of_microbatch(device: torch.device) -> int:
-    """The limit of padded tokens. A longer sequence is a microbatch by itself."""
+    """Maximum padded tokens. A longer sequence is a microbatch by itself."""
     return MICROBATCH_TOKENS if device.type == "cpu" else MICROBATCH_TOKENS_OF_DEVICES
 
 
@@ -77,11 +75,9 @@ class Example:
 
 
 class Weights(ABC):
-    """The weights of one run: all of a model's, or a LoRA adapter over a shared base."""
+    """The weights of one run: a whole model's, or a LoRA adapter's over a shared base."""
 
     model: PreTrainedModel
-    """Computes with these weights after `activate`."""
-
     parameters: list[Parameter]
 
     @abstractmethod
@@ -94,16 +90,14 @@ class Weights(ABC):
 
     @abstractmethod
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype` is that of the files, for a sampler that rounds to it."""
+        """`dtype`: of the files, for a sampler that rounds to it."""
 
     @abstractmethod
     def read(self, folder: Path) -> None:
-        """Load a checkpoint. Raises EngineError if it is of another model or kind."""
+        """Load a checkpoint. Raises EngineError for another model or kind."""
 
 
 class AllWeights(Weights):
-    """All weights of a model that no other run uses."""
-
     def __init__(
         self, model: PreTrainedModel, make_decoder: Callable[[PreTrainedModel], Decoder] = HubDecoder
     ) -> None:
@@ -112,7 +106,7 @@ class AllWeights(Weights):
         self._make_decoder = make_decoder
 
     def activate(self) -> None:
-        """The model has no other weights."""
+        """No other weights exist."""
 
     def decoder(self) -> Decoder:
         return self._make_decoder(self.model)
@@ -141,8 +135,8 @@ class Trainer:
         share_prefixes: bool = False,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: bfloat16
-        runs matrix products in it (torch's autocast), while weights and moments stay float32."""
+        """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: of matrix
+        products (torch's autocast); weights and moments stay float32."""
         self.weights = weights
         self.model = model = weights.model
         self._microbatch_tokens = microbatch_tokens or tokens_of_microbatch(model.device)
@@ -171,13 +165,12 @@ class Trainer:
         backward: bool,
         entropies: bool = True,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        """Accumulate the gradients of the summed loss, or with `backward=False` only compute it. Yields after
-        microbatches.
+        """Accumulate the gradients of the summed loss, or with `backward=False` only compute it, yielding
+        after microbatches.
 
-        Returns per datum `logprobs` float32 [T] and, if wanted, `entropies` float32 [T] in nats, and the
-        metric `loss:sum`. Raises EngineRequestError, with nothing changed, for data that cannot train. A
-        backward pass that fails later clears all gradients, because its own share is unknown, and fails the
-        next `optim_step`, which may already be queued.
+        Returns per datum `logprobs` and, if wanted, `entropies` float32 [T] in nats, and the metric
+        `loss:sum`. Raises EngineRequestError, with nothing changed, for data that cannot train. A later
+        failure clears all gradients and fails the next `optim_step`, which may already be queued.
         """
         loss = resolve_loss(loss_fn)
         losses_of = loss.configured(loss_fn, config)
@@ -200,7 +193,6 @@ class Trainer:
         backward: bool,
         entropies: bool,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        """`named`: the loss and its config, as given."""
         del named
         rows = self._rows(examples, self._microbatch_tokens)
         batches = microbatches(rows, self._microbatch_tokens, segments=self._segments)
@@ -223,7 +215,7 @@ class Trainer:
         loss_sum = 0.0
         for batch in batches:
             packed = pack(batch, self.model, segments=self._segments)
-            self.weights.activate()  # Sampling may have run since the last microbatch.
+            self.weights.activate()  # Sampling may have run in between.
             with torch.set_grad_enabled(backward):
                 logprobs, loss = self._loss(packed, examples, losses_of, entropies=entropies)
             if backward:
@@ -277,7 +269,7 @@ class Trainer:
         return Example(index, ids, inputs)
 
     def _check_forms(self, where: str, ids: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
-        """A text's last token is only a target, so the model reads T of T + 1."""
+        """The last token is only a target, so the model reads T of T + 1."""
         if not 0 < len(ids) <= self._max_context:
             raise EngineRequestError(
                 f"{where}: model_input has {len(ids)} tokens; the context holds {self._max_context}, "
@@ -308,7 +300,7 @@ class Trainer:
     def _loss(
         self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss, *, entropies: bool
     ) -> tuple[Tensor, Tensor]:
-        """The targets' logprobs (S,), or (2, S) with entropies, and one microbatch's loss."""
+        """The targets' logprobs (S,), or (2, S) with entropies, and the loss."""
         device = self.model.device
         members = [examples[index] for index, _ in packed.sequences]
         arrays = {name: np.concatenate([e.inputs[name] for e in members]) for name in members[0].inputs}
@@ -334,9 +326,9 @@ class Trainer:
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
         """Take one AdamW step and clear the gradients.
 
-        Metrics: `grad_norm` before clipping, and `update_ratio`, the norm of the change over that of the
-        weights. If the gradient is not finite, nothing changes and the only metric is `skipped_steps`. Raises
-        EngineError, without a step, if a backward pass failed since the last.
+        Metrics: `grad_norm` before clipping, and `update_ratio`, the change's norm over the weights'. If
+        the gradient is not finite, nothing changes and the only metric is `skipped_steps`. Raises
+        EngineError after a failed backward pass.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -352,7 +344,7 @@ class Trainer:
         return tinker.types.OptimStepResponse(metrics=metrics)
 
     def _step(self, params: tinker.AdamParams) -> float:
-        """Returns the gradient's norm. Takes no step if that is not finite."""
+        """Returns the gradient's norm. Takes no step if it is not finite."""
         for group in self._optimizer.param_groups:
             group.update(
                 lr=params.learning_rate,
@@ -370,9 +362,8 @@ class Trainer:
 
     @torch.no_grad()
     def _squares(self) -> Tensor:
-        """float32 [2]: squared norms of the last step's change, and of the weights."""
-        # Computed from the optimizer's state, one parameter at a time, because a copy of the old weights
-        # would take their size again.
+        """float32 [2]: squared norms of the last change, and of the weights."""
+        # From the optimizer's state, one parameter at a time, to save a copy of the weights.
         total = torch.zeros(2, device=self.model.device)
         (group,) = self._optimizer.param_groups
         rate, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
@@ -406,7 +397,7 @@ class Trainer:
         self._optimizer.load_state_dict(state)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Load a checkpoint's weights and, if wanted, its optimizer state. Raises EngineError."""
+        """Load a checkpoint's weights and, if wanted, optimizer state. Raises EngineError."""
         state = load_optimizer_state(folder) if optimizer else None
         self.weights.read(folder)
         self.reset_optimizer()
@@ -414,11 +405,9 @@ class Trainer:
             self.load_optimizer_state(state)
 
     def drop_gradients(self) -> None:
-        """Discard the gradients since the last step."""
         self._drop_gradients()
 
     def reset_optimizer(self) -> None:
-        """Drop moments, gradients and the record of a failed pass."""
         self._failure: str | None = None
         self._update_ratio = 0.0
         self._drop_gradients()
@@ -440,8 +429,8 @@ def run_to_end(work: Generator[None, None, T]) -> T:
 class EmbeddedTrainingClient:
     """Trains the weights of `trainer`. Futures can be awaited or asked for `.result()`, and carry errors.
 
-    A datum has ids [T] as `model_input`, and the `loss_fn_inputs` that the loss names, each [T]. `loss_fn` is
-    in `losses.LOSSES`, or `module:name` of a user's loss.
+    A datum has ids [T] as `model_input`, and the loss's `loss_fn_inputs`, each [T]. `loss_fn` is in
+    `losses.LOSSES`, or `module:name` of a user's loss.
     """
 
     def __init__(
@@ -475,7 +464,7 @@ class EmbeddedTrainingClient:
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
         """Accumulate the gradients of the loss, a sum over the tokens of `data`.
 
-        Returns per datum the targets' `logprobs` float32 [T], with `entropies` also those, and the metric
+        Returns per datum the targets' `logprobs` float32 [T], with `entropies` also these, and the metric
         `loss:sum`. Raises EngineRequestError, with nothing changed, for unusable data or losses.
         """
         return self._run(data, loss_fn, loss_fn_config, backward=True, entropies=entropies)
@@ -514,7 +503,6 @@ class EmbeddedTrainingClient:
         return self._context.run(job)
 
     def save_to(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> Future[None]:
-        """`notes` are text files to add, by name."""
         return self._context.thread.call(lambda: self._save(target, optimizer=optimizer, notes=notes))
 
     def _save(self, target: Path, *, optimizer: bool, notes: Mapping[str, str]) -> None:
@@ -527,9 +515,8 @@ class EmbeddedTrainingClient:
         return self._context.run(lambda: self._trainer.load(Path(path), optimizer=False))
 
     def load_state_with_optimizer(self, path: str | Path) -> APIFuture[None]:
-        """Raises EngineRequestError, with nothing changed, if the checkpoint has no optimizer state."""
+        """Raises EngineRequestError, with nothing changed, without an optimizer state."""
         return self._context.run(lambda: self._trainer.load(Path(path), optimizer=True))
 
     def save_weights_and_get_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
-        """A sampling client over a copy of the current weights."""
         return self._context.run(lambda: freeze(self._context, self._trainer.weights.decoder))

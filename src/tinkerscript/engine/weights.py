@@ -1,7 +1,7 @@
 """Weights on disk: loading models and adapters, and writing checkpoints.
 
-Checkpoints are Hugging Face folders with the tokenizer and, if training may continue, the optimizer's state.
-Invariant: they are written to a sibling folder and renamed, so a process that dies leaves no partial one.
+Checkpoints are Hugging Face folders with the tokenizer and, to continue training, the optimizer's state.
+Invariant: they are written to a sibling folder and renamed, so none is partial.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tinkerscript.model_folder import ADAPTER_CONFIG, copy_tokenizer
 OPTIMIZER_FILE = "optimizer.pt"
 
 _IDENTITY = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings")
-"""Settings in which models with interchangeable weights agree."""
+"""Equal in models with interchangeable weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class LoraSettings:
     """Kinds of modules, or linear modules by path or last name, such as `q_proj`."""
 
     seed: int = 0
-    """Seed of the initial A; B starts at 0."""
+    """For the initial A; B starts at 0."""
 
 
 def load_model(
@@ -45,8 +45,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model, without dropout, from a local folder only.
 
-    `dtype`: `auto` keeps that of the files. Raises EngineError if it cannot be loaded, or holds a LoRA
-    adapter.
+    `dtype`: `auto` keeps the files'. Raises EngineError if it cannot be loaded, or holds a LoRA adapter.
     """
     if (folder / ADAPTER_CONFIG).is_file():
         raise EngineError(
@@ -56,7 +55,7 @@ def load_model(
     transformers_logging.disable_progress_bar()
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        # `sdpa`'s fused kernels ignore a soft cap on attention scores (Gemma 2).
+        # `sdpa`'s fused kernels ignore a soft cap (Gemma 2).
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, local_files_only=True, dtype=dtype, attn_implementation="eager" if capped else None
@@ -67,10 +66,10 @@ def load_model(
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep only each layer's inputs for the backward pass, which recomputes the rest.
+    """Keep only each layer's inputs for backward, which recomputes the rest.
 
-    Hugging Face's own implementation needs training mode, which would also enable dropout. Raises EngineError
-    if the layers do not support it.
+    Hugging Face's implementation needs training mode, which would enable dropout. Raises EngineError for
+    layers without support.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
@@ -89,7 +88,6 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, **given: Any) -> Any:
 
 
 def load_same_model(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Raises EngineError for a checkpoint with weights that do not fit `model`."""
     other = load_model(folder, device=str(model.device))
     mine, theirs = model.config.get_text_config(), other.config.get_text_config()
     differing = [name for name in _IDENTITY if getattr(mine, name, None) != getattr(theirs, name, None)]
@@ -110,8 +108,7 @@ def save_checkpoint(
     optimizer: dict[str, Any] | None,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Replace `target` by weights (from `write`), tokenizer, `notes` by name and, if given, the optimizer
-    state."""
+    """Replace `target` by weights (from `write`), tokenizer, `notes` and, if given, optimizer state."""
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:
@@ -124,7 +121,7 @@ def save_checkpoint(
         for name, text in (notes or {}).items():
             (staging / name).parent.mkdir(exist_ok=True)
             (staging / name).write_text(text, encoding="utf-8")
-    except BaseException:  # The disk may be full, and the draft would take the remaining space.
+    except BaseException:  # On a full disk, the draft would take the remaining space.
         shutil.rmtree(staging, ignore_errors=True)
         raise
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
@@ -135,7 +132,7 @@ def save_checkpoint(
 
 
 def load_optimizer_state(folder: Path) -> dict[str, Any]:
-    """Raises EngineRequestError if the checkpoint was saved without one."""
+    """Raises EngineRequestError if the checkpoint has none."""
     path = folder / OPTIMIZER_FILE
     if not path.is_file():
         raise EngineRequestError(

@@ -16,18 +16,16 @@ POSTGRES = ("postgresql://", "postgres://")
 
 
 def is_shared(url: str) -> bool:
-    """Whether several servers may take turns to serve the ledger's episodes."""
+    """Whether several servers may take turns with this ledger."""
     return url.startswith(POSTGRES)
 
 
 def file_of(url: str, folder: Path) -> Path:
-    """Path of a SQLite ledger, for the run in `folder`."""
     _, _, path = url.partition("://")
     return Path(path) if path else folder / LEDGER_FILE
 
 
 def is_here(url: str, folder: Path) -> bool:
-    """Whether this machine can open the ledger. That of a remote server's run may be out of reach."""
     return is_shared(url) or file_of(url, folder).exists()
 
 
@@ -38,7 +36,7 @@ def open_ledger(url: str, folder: Path, durability: Literal["normal", "full"] = 
         sqlite:///PATH                                 that file
         postgresql://USER@HOST/DATABASE?schema=NAME    that schema; default: one named after the run
 
-    Raises ConfigError for any other URL, and StoreError for a ledger that cannot be used.
+    Raises ConfigError for any other URL, StoreError for an unusable ledger.
     """
     if is_shared(url):
         try:

@@ -1,15 +1,15 @@
-"""Compression of the ledger's calls and tokens, where it saves space."""
+"""Compression of the ledger's calls and tokens."""
 
 from __future__ import annotations
 
 import zstandard
 
-# Below this many bytes, a call is mostly ids and logprobs, which do not compress.
+# Smaller calls are mostly ids and logprobs, which do not compress.
 PAYS_FROM = 1024
 
-ZSTD_LEVEL = 1  # Higher levels take longer, and logprobs barely compress at any level.
+ZSTD_LEVEL = 1  # Higher levels are slower, and logprobs barely compress.
 
-# The ledger may come from a stranger, where a few bytes could expand to gigabytes.
+# A few bytes of a stranger's ledger could expand to gigabytes.
 MAX_CALL_BYTES = 256 * 2**20
 
 _compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)

@@ -1,9 +1,8 @@
 """`DatabaseLease`: the right to serve a run's episodes, as one row in the database.
 
 The row has a holder, an epoch, and an expiry by the database's clock. Taking the lease increments the
-epoch, and every writing transaction checks its own (`fence`), so a former holder cannot write. Invariant: a
-holder that gets no answer from the database gives up before another server may take the lease. A holder
-that was suspended learns that it lost the lease from its next renewal or write.
+epoch, and every write checks its epoch (`fence`), so a former holder cannot write. Invariant: a holder that
+gets no answer gives up before another server may take the lease.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from psycopg import AsyncConnection
 
 DATABASE_LEASE_S = 3.0  # Without a renewal, another server may take the lease after this many seconds.
 RENEW_S = 0.5  # Seconds between renewals.
-LEASE_POLL_S = 0.2  # Seconds between attempts of a server that waits for the lease.
+LEASE_POLL_S = 0.2
 LOST_LEASE = "TS001"  # SQLSTATE of a transaction whose epoch is over.
 
 LEASE_TABLE = f"""
@@ -46,17 +45,15 @@ Connection = AsyncConnection[tuple[Any, ...]]
 
 logger = logging.getLogger(__name__)
 
-# So that a server suspended inside a transaction cannot block the others for long.
+# A server suspended inside a transaction must not block the others for long.
 TIMEOUTS = b"SET LOCAL lock_timeout = '2s'; SET LOCAL idle_in_transaction_session_timeout = '2s'"
 
 
 class DatabaseLease:
-    """Takes the lease and renews it in a background task until it is lost or released."""
-
     def __init__(
         self, connection: Connection, schema: str, *, holder: str, lost: Callable[[str], None]
     ) -> None:
-        """`connection` is used only for the lease. `lost(reason)` is called if a held lease is lost."""
+        """`connection` serves only the lease. `lost(reason)` is called if a held lease is lost."""
         self._connection = connection
         self._schema = schema
         self._holder = holder
@@ -64,10 +61,10 @@ class DatabaseLease:
         self._epoch = 0
         self._renewing: asyncio.Task[None] | None = None
         self._silence: asyncio.TimerHandle | None = None
-        """Fires if the database does not answer a renewal in time."""
+        """Fires if a renewal gets no answer in time."""
 
     async def take(self) -> int:
-        """Wait until the lease is free and take it. Returns its epoch. Raises psycopg.Error."""
+        """Wait for the lease. Returns its epoch. Raises psycopg.Error."""
         waiting = False
         while not await self._try():
             if not waiting:
@@ -89,7 +86,7 @@ class DatabaseLease:
                     (self._holder, DATABASE_LEASE_S),
                 )
         except psycopg.errors.LockNotAvailable:
-            return False  # A slow transaction of the leader, or another server that takes the lease.
+            return False  # A slow transaction, or another server taking the lease.
         if epoch is not None:
             self._epoch = epoch
         return epoch is not None
@@ -109,7 +106,7 @@ class DatabaseLease:
             self._give_up(f"the lease cannot be renewed: {error}")
 
     async def _extend(self, seconds: float) -> bool:
-        """Set the lease to expire after `seconds`. Returns False if another server has it."""
+        """Let the lease expire after `seconds`. Returns False if another server has it."""
         renewed = await self._value(
             f"UPDATE {self._schema}.lease SET expires_at = clock_timestamp() + %s * interval '1 second' "
             "WHERE epoch = %s RETURNING epoch",
@@ -128,7 +125,7 @@ class DatabaseLease:
             self._renewing.cancel()
 
     async def release(self) -> None:
-        """Let another server take the lease at once. Raises psycopg.Error."""
+        """Free the lease at once. Raises psycopg.Error."""
         self._stop()
         if self._renewing is not None:
             await asyncio.gather(self._renewing, return_exceptions=True)

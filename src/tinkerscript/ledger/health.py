@@ -1,8 +1,7 @@
 """The health of a run, as rows for the page and the terminal: signs that it learns nothing or ruins the
 model.
 
-Invariant: rows compare metrics of the last steps with earlier ones, so they cost the same after a million
-episodes.
+Invariant: rows compare the last steps with earlier ones, so a million episodes cost no more.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.reading import NamedRow
 from tinkerscript.rollouts.alignment.checks import ERRORS
 
-JUDGED_STEPS = 10  # The rows judge this many of the last steps.
+JUDGED_STEPS = 10
 
-# A trend averages windows of `WINDOW` steps: smaller ones in a short run, so that there are at least four,
-# and larger ones in a long run, so that there are at most `WINDOWS`.
+# A trend averages windows of `WINDOW` steps, fewer in a short run (at least four windows) and more in a
+# long one (at most `WINDOWS`).
 WINDOW, WINDOWS = 5, 40
 
-SURE = 2.5  # Standard errors between the best window and the last that count as a fall.
+SURE = 2.5
 
 _SCORES = """
 SELECT sample, avg(reward), min(uuid) FROM episodes
     WHERE step = ? AND label = ? AND episode_type = 'eval' AND undone = 0 GROUP BY sample
 """
 
-NORMAL_95 = 1.96  # Standard errors around a mean that hold 95% of a normal distribution.
+NORMAL_95 = 1.96  # Standard errors around the mean that hold 95%.
 
 Kind = Literal["good", "warn", "bad"]
 
@@ -69,8 +68,6 @@ class BestScore(BaseModel):
 
 @dataclass(frozen=True)
 class _Trend:
-    """Means of a metric's windows, counted from the end: 0 is the last."""
-
     means: dict[int, float]
 
     @property
@@ -107,7 +104,7 @@ class _Steps:
         return [value for (value,) in self._ledger.rows(query, (name, max(0, self.last - JUDGED_STEPS)))]
 
     def recent_mean(self, name: str, weight: str) -> float | None:
-        """Mean over the recent steps, weighted by another metric. None if no step has both."""
+        """Mean over the recent steps, weighted by another metric; None without data."""
         query = """
             SELECT sum(a.value * b.value) / nullif(sum(b.value), 0)
             FROM metrics AS a JOIN metrics AS b ON b.step = a.step
@@ -123,7 +120,7 @@ class _Steps:
         return lowest[0], highest[1]
 
     def errors(self) -> list[NamedRow]:
-        """Why sequences of the recent steps did not train: name and count, most frequent first."""
+        """Name and count, most frequent first."""
         query = """
             SELECT name, sum(count) FROM findings WHERE kind = 'error' AND undone = 0 AND step > ?
             GROUP BY name ORDER BY 2 DESC, name
@@ -149,8 +146,7 @@ class _Reward:
         if not means:
             return cls(means, fell=False, rose=False)
         variance = steps.trend("reward/deviation", "avg(value * value)").means
-        # The unit is a group, not an episode, because samples differ in difficulty. That makes the errors
-        # generous.
+        # The unit is a group, because samples differ in difficulty.
         counts = [steps.trend(f"groups/{name}", "sum(value)").means for name in ("trained", "same_reward")]
 
         def error(window: int) -> float:
@@ -166,7 +162,6 @@ class _Reward:
 
 
 def health_rows(ledger: LedgerReader) -> list[HealthRow]:
-    """Empty before the first step."""
     steps = _Steps(ledger)
     if not steps.last:
         return []
@@ -190,7 +185,7 @@ def health_rows(ledger: LedgerReader) -> list[HealthRow]:
 
 
 def verdict(rows: Sequence[HealthRow]) -> str:
-    """A phrase for people: `all well`, or what deserves a look, worst first."""
+    """`all well`, or the names of the rows that need attention, worst first."""
     for kind, phrase in (("bad", "needs attention"), ("warn", "worth a look")):
         if found := [row.label for row in rows if row.kind == kind]:
             return f"{phrase}: {', '.join(found)}".lower()
@@ -304,7 +299,7 @@ def _equal(steps: _Steps, reward: _Reward) -> HealthRow:
     groups = equal + trained + sum(steps.recent("groups/dropped"))
     words = _difficulty(steps)
     is_much = groups > 0 and equal > 0.5 * groups
-    # A run that has learned its task has such groups too, so they are no warning then.
+    # A run that has learned its task has such groups too.
     saturated = is_much and reward.rose and words.startswith("too easy")
     return HealthRow(
         name="equal",
@@ -457,8 +452,8 @@ def _gradients(steps: _Steps) -> HealthRow | None:
     )
 
 
-# A step goes too far above these: KL divergence from before the step, in nats per token, and the share of
-# tokens with a clipped ratio.
+# Limits of a step: KL divergence from the policy before it, in nats per token, and the share of clipped
+# tokens.
 FAR_NATS, MUCH_CLIPPED = 0.1, 0.5
 
 
@@ -480,7 +475,7 @@ def _rate(steps: _Steps) -> HealthRow | None:
     )
 
 
-SampleScores = dict[str, tuple[float | None, str]]  # Sample -> mean reward, and the uuid of one episode.
+SampleScores = dict[str, tuple[float | None, str]]  # Sample -> mean reward, and one episode's uuid.
 
 
 def sample_scores(ledger: LedgerReader, *, step: int, label: str) -> SampleScores:
@@ -489,12 +484,12 @@ def sample_scores(ledger: LedgerReader, *, step: int, label: str) -> SampleScore
 
 
 def margin_of(values: Sequence[float]) -> float:
-    """Half the width of a 95% interval around the mean of two or more values."""
+    """Half the width of the mean's 95% interval, from at least two values."""
     return NORMAL_95 * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def gain(before: SampleScores, after: SampleScores) -> Gain | None:
-    """None if fewer than two samples have both scores: there is no spread to judge by."""
+    """None if fewer than two samples have both scores."""
     changes: list[float] = []
     for sample in before.keys() & after.keys():
         old, new = before[sample][0], after[sample][0]

@@ -1,9 +1,8 @@
 """From which checkpoint a run resumes, and which earlier work still counts.
 
-A run resumed from the checkpoint of step k builds on the policy versions published up to k. Later steps are
-undone in the same transaction that records the resumption. Groups that had started by then and that no step
-up to k used continue or train again, unless undone weights sampled part of them: then the group is given
-up, and its sample is asked first.
+A run resumed from the checkpoint of step k builds on the policy versions up to k. The transaction that
+records this also undoes later steps. Groups that had started by then, and that no step up to k used, train,
+unless undone weights sampled a part: such a group is given up, and its sample is asked first.
 """
 
 from __future__ import annotations
@@ -31,14 +30,12 @@ T = TypeVar("T")
 
 
 class RowWriter(Protocol):
-    """Takes a trainer's rows: the ledger itself, or the link to the server that has it."""
-
     def note(self, rows: Collection[TrainerRow]) -> None:
         """Write rows in one transaction, without waiting for the commit."""
         ...
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows in one transaction, and return once these and all earlier rows are committed."""
+        """Return once these and all earlier rows are committed."""
         ...
 
 
@@ -47,26 +44,17 @@ class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str
     position: int
     step: int
-    """The first step that could train on it."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trainer builds on: the part of the run that still counts."""
+    """The part of the run that a trainer builds on."""
 
     resumption: int = 1
-    """Number of the resumption; 1 for a new run."""
-
     step: int = 0
-    """Step of the checkpoint to resume from. 0: the initial weights."""
-
     checkpoint: CheckpointRow | None = None
     evaluations: list[EvaluationRow] = []
     interrupted: list[int] = []
-    """Earlier steps with an evaluation that was started and not finished."""
-
     versions: dict[int, int] = {}
-    """Policy version -> training steps behind it, for versions that still count."""
-
     newest_version: int = -1
     """The highest ever published, undone or not; -1 before the first."""
 
@@ -74,52 +62,39 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Started episodes of groups that can still train."""
 
     planned_groups: int = 0
-    """Groups planned for the next step, including those that can no longer train. Groups that were set
-    aside do not count, so that others take their place."""
+    """Groups planned for the next step, except those that were set aside, which others replace."""
 
     next_position: int = 0
-    """First unused position in the order of training samples."""
-
     again: list[int] = []
-    """Earlier positions to ask again: undone weights sampled their groups, which were given up."""
+    """Positions to ask again, because undone weights sampled their groups."""
 
     replayed: list[TrainedRow] = []
-    """What the latest steps trained on, by step, role, place and episode."""
-
     verdicts: dict[int, float] = {}
-    """Episode -> reward from the judge, for episodes that may still train."""
-
     open_until: int = 0
-    """The last end number among the outcomes waiting for this trainer. 0: none."""
+    """The last end number that waits for this trainer; 0: none."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
     train_accepted: int = 0
     planned_accepted: int = 0
-    """The part of `train_accepted` that was planned by a training step."""
-
     eval_accepted: int = 0
     failed: int = 0
     cancelled: int = 0
     retries: int = 0
-    """Failed attempts of episodes that later ended with a result."""
-
     left_out: int = 0
-    """Results that no step used, for a reason that does not concern their group."""
+    """Unused results, for a reason that does not concern their group."""
 
     lost: int = 0
-    """The trainer's episodes that never ended, or whose outcome it neither used nor left out."""
+    """Episodes that never ended, or whose outcome was neither used nor left out."""
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ledger alone knows about a run to resume."""
-
     history: History
     used: dict[int, str]
     """Episode sequence -> outcome, for episodes that only undone steps used."""
 
     spoiled: frozenset[int]
-    """Unused episodes that undone weights sampled, or that were claimed while these were the newest."""
+    """Unused episodes that undone weights sampled, or may have."""
 
 
 _SPOILED = """
@@ -150,7 +125,7 @@ LAST_STEP = "SELECT coalesce(max(step), 0) FROM {s}steps"
 
 
 def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
-    """Raise ConfigError if the ledger ends before the newest complete checkpoint, given by their steps."""
+    """Raise ConfigError if the ledger ends before the newest complete checkpoint."""
     if checkpoints and max(checkpoints) > last_step:
         raise ConfigError(
             f"the ledger ends with step {last_step}, before the checkpoint of step {max(checkpoints)}: it "
@@ -160,18 +135,17 @@ def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
 
 
 async def begin(ledger: Ledger, checkpoints: Collection[int], *, time: float) -> Beginning:
-    """Find where to resume, and undo the steps after it. The writes are not committed yet. Raises
-    ConfigError."""
+    """Find where to resume, and undo later steps, without waiting for the commit. Raises ConfigError."""
     beginning = await find_beginning(ledger, checkpoints)
     undo_later(ledger, beginning.history, time=time)
     return beginning
 
 
 async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay_lag: int = 0) -> Beginning:
-    """Find the newest of `checkpoints` (steps with a complete checkpoint) that the ledger has a row for.
+    """Find the newest of `checkpoints` (steps with a complete checkpoint) that has a row.
 
-    `replay_lag`: for how many steps before the next one `History.replayed` is filled. Raises ConfigError if
-    the ledger is older than a checkpoint.
+    `History.replayed` covers the last `replay_lag` steps. Raises ConfigError if the ledger is older than a
+    checkpoint.
     """
     ((last_step,),) = await ledger.read(LAST_STEP)
     check_covers(last_step, checkpoints)
@@ -222,12 +196,11 @@ async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay
 
 
 async def given_up_positions(ledger: Ledger, history: History) -> list[int]:
-    """`History.again`, to be read after the resumption is committed."""
+    """Call it after the resumption is committed."""
     return [each for (each,) in await ledger.read(_AGAIN, (history.next_position - 1,))]
 
 
 def undo_later(ledger: Ledger, history: History, *, time: float) -> None:
-    """Record the resumption, and undo every step after its checkpoint."""
     ledger.put(ResumptionRow(resumption=history.resumption, step=history.step, time=time))
     for kind in UNDONE:
         stays = f" AND outcome != '{Use.SET_ASIDE}'" if kind is TrainedRow else ""

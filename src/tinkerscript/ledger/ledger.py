@@ -1,8 +1,8 @@
 """`Ledger`: what happened in a run, in a database that outlives the process.
 
-Invariant: nothing is answered before it is committed. Writes of a few event-loop iterations, and those that
-arrive during a commit, share the next transaction. `durable()` returns, and `after_commit` callbacks run,
-after the commit and in the order of the writes. Reads see only committed rows.
+Invariant: nothing is answered before it is committed. Writes of a few event-loop iterations, or during a
+commit, share a transaction. After it, `durable()` returns and `after_commit` callbacks run, in the order of
+the writes. Reads see only committed rows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from tinkerscript.rollouts.call import Call
 
 logger = logging.getLogger(__name__)
 
-# Group commit: writes of up to this many event-loop iterations share a transaction, unless it gets large
-# before, because SQLite commits on the event loop.
+# Up to this many event-loop iterations share a transaction, because SQLite commits on the event loop.
 GATHERED_TURNS = 8
 
 GATHERED_WRITES = 64
@@ -40,7 +39,7 @@ _decode_call = msgspec.msgpack.Decoder(Call).decode
 
 
 class Statement(msgspec.Struct, frozen=True):
-    """SQL with `?` for each parameter and `{s}` before each table name."""
+    """SQL with `?` for parameters and `{s}` before table names."""
 
     sql: str
     parameters: tuple[Any, ...] = ()
@@ -48,16 +47,12 @@ class Statement(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class WriteBatch:
-    """The writes of one transaction: rows, then statements."""
-
     rows: dict[type[Row], dict[Any, Row]] = field(default_factory=dict[type[Row], dict[Any, Row]])
-    """Table -> key -> the row to write. Where all rows are kept (no key, or `ONCE`), the key is a counter."""
+    """Table -> key -> row. Tables without a key, or with `ONCE`, use a counter as key."""
 
     statements: list[Statement] = field(default_factory=list[Statement])
     count: int = 0
     size: int = 0
-    """Approximate bytes of the large columns."""
-
     callbacks: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     waiters: list[asyncio.Future[None]] = field(default_factory=list[asyncio.Future[None]])
 
@@ -69,8 +64,8 @@ class WriteBatch:
 class Ledger(ABC):
     """The tables of `rows`. Subclasses are databases; this class groups the writes.
 
-    If several servers share a ledger (`is_shared`), one at a time may write: `lead` waits for that right. A
-    server that loses it sees its ledger fail, because another server has the episodes by then.
+    If servers share a ledger (`is_shared`), only one may write: `lead` waits for that right. The ledger of
+    a server that loses it fails.
     """
 
     is_shared: ClassVar[bool] = False
@@ -78,45 +73,38 @@ class Ledger(ABC):
     def __init__(self) -> None:
         self._batch = WriteBatch()
         self._committing: asyncio.Task[None] | None = None
-        """Set from the first write of a batch until no writes are pending."""
-
         self.bytes_put = 0
-        """Bytes of the large columns written so far."""
-
         self._failure: StoreError | None = None
         self._failed = asyncio.Event()
 
     @abstractmethod
     async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run a SELECT on committed rows, with `?` and `{s}` as in `Statement`. Raises StoreError."""
+        """Run a SELECT on committed rows, as a `Statement`. Raises StoreError."""
 
     @abstractmethod
     async def write(self, batch: WriteBatch) -> None:
-        """Commit all writes of `batch`, or none. Called for one batch at a time. Raises StoreError."""
+        """Commit all of `batch` or nothing. Never called concurrently. Raises StoreError."""
 
     @abstractmethod
     async def release(self) -> None:
         pass
 
     async def lead(self) -> int:
-        """Wait until only this server may write. Returns the epoch, which is higher than any earlier
-        server's.
+        """Wait until only this server may write. Returns an epoch higher than any before; 0 if not shared.
 
-        0 for a ledger that is not shared. Raises StoreError.
+        Raises StoreError.
         """
         return 0
 
     async def agree(self, name: str, value: bytes) -> bytes:
-        """Return what all servers of the run store under `name`: `value`, unless another one was first.
-
-        Raises StoreError.
-        """
+        """Agree with the run's other servers: return the first `value` stored under `name`. Raises
+        StoreError."""
         return value
 
     # Reading
 
     async def rows(self, kind: type[R], rest: str = "", parameters: Sequence[Any] = ()) -> list[R]:
-        """Rows of a table. `rest` follows its name in the SELECT."""
+        """`rest` follows the table's name in the SELECT."""
         found = await self.read(
             f"SELECT {', '.join(columns(kind))} FROM {{s}}{kind.TABLE} {rest}", parameters
         )
@@ -134,7 +122,7 @@ class Ledger(ABC):
         found = batch.rows.get(kind)
         if found is None:
             found = batch.rows[kind] = {}
-        # `ONCE` rows keep a counter as their key, so that the database sees a duplicate and refuses it.
+        # A counter as key lets the database see, and refuse, a duplicate `ONCE` row.
         has_key = kind.KEY and not kind.ONCE
         key = key_of(kind)(row) if has_key else len(found)
         if not (kind.KEEPS_FIRST and key in found):
@@ -145,13 +133,11 @@ class Ledger(ABC):
         self.bytes_put += size
 
     def note(self, rows: Iterable[Row]) -> None:
-        """Write rows in one transaction."""
         for row in rows:
             self.put(row)
 
     async def commit(self, rows: Iterable[Row] = ()) -> None:
-        """Write rows in one transaction, and return once these and all earlier writes are committed.
-        Raises StoreError."""
+        """Write rows, and return once all writes so far are committed. Raises StoreError."""
         self.note(rows)
         await self.durable()
 
@@ -159,13 +145,12 @@ class Ledger(ABC):
         self.put(call_row(episode, attempt, call))
 
     def execute(self, sql: str, *parameters: Any) -> None:
-        """Run a statement after the rows of its transaction."""
         batch = self._open_batch()
         batch.statements.append(Statement(sql, parameters))
         batch.count += 1
 
     def after_commit(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once all writes so far are committed, and never before this call returns."""
+        """Run `callback` once all writes so far are committed, never before this call returns."""
         self._open_batch().callbacks.append(callback)
 
     async def durable(self) -> None:
@@ -178,14 +163,14 @@ class Ledger(ABC):
             await future
 
     async def failed(self) -> NoReturn:
-        """Wait for a commit to fail and raise its StoreError. The state in memory is ahead of the ledger
-        from then on, so the server must stop."""
+        """Wait for a commit to fail and raise its StoreError. Memory is ahead of the ledger then: stop the
+        server."""
         while self._failure is None:
             await self._failed.wait()
         raise self._failure
 
     async def close(self) -> None:
-        """Commit what is pending, then release the ledger. Raises a StoreError that was not raised before."""
+        """Commit pending writes first. Raises a StoreError that was not raised before."""
         known = self._failure
         try:
             if self._committing is not None:
@@ -203,8 +188,6 @@ class Ledger(ABC):
         return self._batch
 
     async def _commit(self) -> None:
-        """Write batches until nothing is pending. Starts in the event-loop iteration after the first
-        write."""
         while not (batch := self._batch).is_empty:
             await _gathered(batch)
             self._batch = WriteBatch()
@@ -224,8 +207,7 @@ class Ledger(ABC):
         self._failed.set()
 
     def _finish(self, batch: WriteBatch) -> None:
-        """Finish a batch. Callbacks are scheduled before waiters, so that `durable` returns after they
-        ran."""
+        """Callbacks come before waiters, so that `durable` returns after they ran."""
         if self._failure is None:
             loop = asyncio.get_running_loop()
             for callback in batch.callbacks:
@@ -240,7 +222,7 @@ class Ledger(ABC):
 
 
 def call_row(episode: int, attempt: int, call: Call) -> CallRow:
-    """Convert a call to its row. Not thread-safe."""
+    """Not thread-safe."""
     last = call.policy_version_end
     return CallRow(
         episode=episode,
@@ -261,12 +243,12 @@ def row_of(kind: type[R], values: Sequence[Any]) -> R:
 
 
 def decoded(rows: Iterable[tuple[bytes]]) -> list[Call]:
-    """Decode the calls of one-column rows, skipping those that were dropped to save space."""
+    """Skips calls that were dropped to save space."""
     return [_decode_call(unpacked(call)) for (call,) in rows if call]
 
 
 async def _gathered(batch: WriteBatch) -> None:
-    """Return once an event-loop iteration adds no more writes, or there are enough."""
+    """Return once an event-loop iteration adds no writes, or there are enough."""
     for _ in range(GATHERED_TURNS):
         if (known := batch.count) >= GATHERED_WRITES or batch.size >= GATHERED_BYTES:
             return

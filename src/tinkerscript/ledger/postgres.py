@@ -1,10 +1,9 @@
-"""`PostgresLedger`: the ledger of a run in a PostgreSQL schema, for servers that take over from each
-other.
+"""`PostgresLedger`: the ledger of a run in a PostgreSQL schema, for servers that take over from each other.
 
-A transaction is one message (simple query protocol): a server suspended while sending it holds no lock, and
-a pooler may give each transaction another session. Only batches over `MESSAGE_BYTES` take several.
-Invariants: a batch is written only if this server's epoch holds the lease (`database_lease`), and a server
-that loses the lease or the database no longer reads or writes.
+A transaction is one message (simple query protocol), so a server suspended while sending it holds no lock,
+and a pooler may switch sessions. Only batches over `MESSAGE_BYTES` take several. Invariants: only the epoch
+that holds the lease writes (`database_lease`), and a server that loses the lease or the database no longer
+reads or writes.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ from tinkerscript.ledger.rows import (
     on_conflict,
 )
 
-MESSAGE_BYTES = 8 * 2**20  # Approximate size of the rows in a message, whose limit is 1 GiB.
-CONNECT_S = 5  # Timeout of connecting.
-CLOSE_S = 2.0  # Timeout of releasing the lease.
+MESSAGE_BYTES = 8 * 2**20  # Approximate size of a message; the limit is 1 GiB.
+CONNECT_S = 5
+CLOSE_S = 2.0
 
 MAX_NAME_BYTES = 63
 
 VERSION = str(LEDGER_VERSION).encode()
 
-# Connection errors that a retry would not cure.
+# Errors that a retry would not cure.
 _FOR_GOOD = re.compile("authentication failed|no password supplied|does not exist|no pg_hba.conf entry")
 
 
@@ -61,7 +60,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PostgresLedger(Ledger):
-    """One schema. Call `lead` before writing anything."""
+    """One schema. Call `lead` before writing."""
 
     is_shared = True
 
@@ -77,7 +76,6 @@ class PostgresLedger(Ledger):
         self._lease: DatabaseLease | None = None
         self._epoch: int | None = None
         self._lost = ""
-        """Why this server no longer leads; empty while it may."""
 
     async def lead(self) -> int:
         async with self._explained():
@@ -118,7 +116,7 @@ class PostgresLedger(Ledger):
                         await cursor.execute(*self._message(message, fenced=number == 0))
 
     def _message(self, statements: list[Statement], *, fenced: bool) -> tuple[bytes, list[Any]]:
-        """SQL and parameters of a message, which is its own transaction unless one is open."""
+        """SQL and parameters of a message, which is a transaction unless one is open."""
         fence = [f"SELECT {{s}}fence({self._epoch})"] if fenced else []
         sql = ";\n".join([*fence, *(statement.sql for statement in statements)])
         return self._text(sql), [each for statement in statements for each in statement.parameters]
@@ -133,9 +131,9 @@ class PostgresLedger(Ledger):
             await connection.close()
 
     async def _open(self) -> Connection:
-        """Return the connection for reading. The first call connects and creates the tables.
+        """The first call connects and creates the tables.
 
-        There are three connections, so that long reads and writes cannot delay the lease's renewals.
+        Three connections keep long reads and writes from delaying the lease's renewals.
         """
         if self._lost:
             raise StoreError(f"{self._name}: {self._lost}")
@@ -166,13 +164,12 @@ class PostgresLedger(Ledger):
             raise
 
     async def _create_tables(self, connection: Connection) -> None:
-        """Create the run's schema if it does not exist. Raises ConfigError for one of another version."""
+        """Raises ConfigError for a schema of another version."""
         async with connection.transaction():
             await connection.execute(TIMEOUTS)
-            # Two servers may start at once. The lock is held until the transaction ends.
             lock = b"SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
             await connection.execute(lock, (f"tinkerscript {self._schema}",))
-            # A database role without the right to create schemas can use an existing one.
+            # A database role that may not create schemas can use an existing one.
             names = f"to_regnamespace('{self._schema}') IS NULL, to_regclass('{self._schema}.lease') IS NULL"
             cursor = await connection.execute(f"SELECT {names}".encode())
             lacks_schema, lacks_tables = await cursor.fetchone() or (False, False)
@@ -215,13 +212,12 @@ class PostgresLedger(Ledger):
             )
 
     def _step_down(self, reason: str) -> None:
-        """After losing the lease: fail every pending and future query."""
         self._lost = reason
         self._fail(StoreError(f"{self._name}: {reason}"))
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Make pending queries fail at once, even if the database does not answer."""
+        """Make pending queries fail, even if the database does not answer."""
         for connection in self._connections:
             if not connection.closed:
                 with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as line:
@@ -229,8 +225,7 @@ class PostgresLedger(Ledger):
 
     @asynccontextmanager
     async def _explained(self) -> AsyncGenerator[None]:
-        """Raise PostgreSQL's errors as StoreError. An error that says the lease is lost also marks it as
-        lost."""
+        """Raise PostgreSQL's errors as StoreError, and notice a lost lease."""
         try:
             yield
         except psycopg.Error as error:
@@ -241,7 +236,6 @@ class PostgresLedger(Ledger):
 
 
 def _messages(batch: WriteBatch) -> Iterator[list[Statement]]:
-    """Split a batch into messages of about `MESSAGE_BYTES`, between rows if necessary."""
     message, size = list[Statement](), 0
     for kind in TABLES:
         part = list[bytes]()
@@ -311,9 +305,9 @@ def _unescaped(value: Any) -> Any:
 
 
 def split_url(url: str, folder: Path) -> tuple[str, str]:
-    """Split off our own parameter: returns the connection URL and the run's schema.
+    """Returns the connection URL and the run's schema.
 
-    `?schema=NAME` names the schema; by default the run's folder does. Raises ConfigError.
+    `?schema=NAME` names it; the default is derived from the folder. Raises ConfigError.
     """
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
@@ -330,7 +324,7 @@ def split_url(url: str, folder: Path) -> tuple[str, str]:
 
 
 def _schema_of(folder: Path) -> str:
-    """`tinkerscript_` and the folder's name, with a digest if the name had to be changed."""
+    """`tinkerscript_` and the folder's name, with a digest if characters were replaced."""
     name = folder.absolute().name
     plain = re.sub(r"[^a-z0-9_]", "_", name.lower())[:40]
     if plain != name:
@@ -339,7 +333,7 @@ def _schema_of(folder: Path) -> str:
 
 
 def _named(conninfo: str) -> str:
-    """The database without its password, for messages. Raises ConfigError for an invalid URL."""
+    """Name the database without its password, for messages. Raises ConfigError."""
     try:
         parts = conninfo_to_dict(conninfo)
     except psycopg.Error as error:

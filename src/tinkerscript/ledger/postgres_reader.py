@@ -16,11 +16,11 @@ from tinkerscript.ledger.rows import LEDGER_VERSION
 
 
 class PostgresReading(Reading):
-    """A connection to a run's schema. Until the schema exists, the ledger reads as empty. Each query is a
-    read-only transaction."""
+    """A connection to a run's schema, which reads as empty until it exists. Queries are read-only
+    transactions."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        """Raises ConfigError if the database does not answer or has a ledger of another version."""
+        """Raises ConfigError if the database does not answer or has another version."""
         conninfo, self._schema = split_url(url, folder)
         self._empty: Reading | None = None
         try:
@@ -39,7 +39,7 @@ class PostgresReading(Reading):
             )
 
     def _version(self) -> str | None:
-        """The ledger's version. None: the server has not created the tables yet."""
+        """None: the tables do not exist yet."""
         try:
             ((version,),) = self.rows("SELECT value FROM facts WHERE name = ?", ("version",))
         except StoreError as error:
@@ -63,14 +63,14 @@ class PostgresReading(Reading):
         except psycopg.Error as error:
             raise StoreError(f"the ledger in the schema {self._schema}: {str(error).strip()}") from error
         finally:
-            self.is_there = not self._connection.closed  # The reader reconnects if this is False.
+            self.is_there = not self._connection.closed
 
     def close(self) -> None:
         self._connection.close()
 
-    # Connections live in thread-local storage, which drops them when their thread ends.
+    # Connections are thread-local, so they are dropped when their thread ends.
     def __del__(self) -> None:
-        with suppress(AttributeError):  # The constructor may have failed before it connected.
+        with suppress(AttributeError):
             self.close()
 
 

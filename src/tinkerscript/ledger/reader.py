@@ -1,7 +1,7 @@
-"""`LedgerReader`: reads a run's ledger for people, from any number of threads, also while the run writes.
+"""`LedgerReader`: reads a run's ledger for people, from any thread, while the run writes.
 
-Invariant: it cannot write, and it opens only a ledger in the run's folder or one that the user names,
-because a stranger's run folder could name any database.
+Invariant: it cannot write, and opens only a ledger in the run's folder or one that the user names, because
+a stranger's run folder could name any database.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tinkerscript.ledger.reading import NamedRow, Reading, Rows, SqliteReading
 from tinkerscript.ledger.tokens import TrainedSequence, unpacked_sequences
 from tinkerscript.rollouts.call import Call
 
-# Names a ledger outside of the run's folder that may be read, as in `interchange_server.store`.
+# The user's consent to read this ledger outside of the run's folder.
 STORE_VARIABLE = "TINKERSCRIPT_STORE"
 
-# Name of the fact with the trainer's latest status as JSON; see `train.run_status`.
+# Name of the fact that holds the trainer's status; see `train.run_status`.
 STATUS = "status"
 
 MAX_CONFIG_BYTES = 2**20
@@ -37,8 +37,8 @@ class LedgerReader:
         """`store` is the config's `interchange_server.store`. Empty: the one in the folder's config, if it
         is a file in the folder or equals the user's environment variable.
 
-        Raises ConfigError if the folder has no run, or its ledger has another version or cannot be read.
-        Until the ledger exists, queries return nothing.
+        Raises ConfigError without a run, or for a ledger of another version or an unreadable one. Until the
+        ledger exists, queries return nothing.
         """
         self.folder = folder
         self._config: tuple[int, dict[str, Any]] = (0, {})
@@ -51,7 +51,7 @@ class LedgerReader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The run's config, read again if it changed: resuming may change it. Raises ConfigError."""
+        """The config is reread when it changes. Raises ConfigError."""
         path = self.folder / CONFIG_FILE
         try:
             changed = path.stat().st_mtime_ns
@@ -90,8 +90,7 @@ class LedgerReader:
         return lambda: SqliteReading(file_of(self._store, self.folder))
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> Rows:
-        """Run a SELECT with `?` for each parameter, in SQL that SQLite and PostgreSQL share. Raises
-        StoreError."""
+        """The SELECT must suit both SQLite and PostgreSQL. Raises StoreError."""
         found: Reading | None = getattr(self._of_thread, "reading", None)
         if found is None or not found.is_there:
             found = self._of_thread.reading = self._connect()
@@ -114,14 +113,12 @@ class LedgerReader:
         return str(self.setting("engine", "model") or "")
 
     def calls(self, sequence: int, attempt: int) -> list[Call]:
-        """Calls of a claim, oldest first. Empty if there were none or they were dropped.
-
-        Raises NotRecordedError for data that no server wrote, such as a few bytes that expand to gigabytes.
-        """
+        """Calls of a claim, oldest first; empty if dropped. Raises NotRecordedError for data that no server
+        wrote."""
         return self.calls_of(CALLS_OF_CLAIM.replace("{s}", ""), (sequence, attempt))
 
     def calls_of(self, query: str, parameters: Sequence[Any]) -> list[Call]:
-        """Decode the calls that a query selects. Raises NotRecordedError."""
+        """Raises NotRecordedError."""
         found = self.rows(query, parameters)
         try:
             return decoded((bytes(data),) for (data,) in found)
@@ -129,7 +126,7 @@ class LedgerReader:
             raise NotRecordedError(f"the ledger holds something else than calls: {error}") from error
 
     def sequences(self, sequence: int) -> dict[int, list[TrainedSequence]]:
-        """Step -> what it did with this episode's sequences, over all roles. Raises NotRecordedError."""
+        """Step -> the episode's sequences, over all roles. Raises NotRecordedError."""
         query = "SELECT step, sequences FROM tokens WHERE episode = ? AND undone = 0 ORDER BY step, role"
         found: dict[int, list[TrainedSequence]] = {}
         try:
@@ -146,19 +143,17 @@ class LedgerReader:
         return [attempt for (attempt,) in self.rows(query, (sequence,))]
 
     def transcript(self, sequence: int, attempt: int) -> bytes:
-        """A transcript, as the program sent it: its bytes may be anything."""
         query = "SELECT transcript FROM transcripts WHERE episode = ? AND attempt = ?"
         found = self.row(query, (sequence, attempt))
         return b"" if found is None else found[0]
 
     def close(self) -> None:
-        """Close the connection of the calling thread."""
         self._of_thread.reading.close()
         del self._of_thread.reading
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read a config, which may come from a stranger."""
+    """The config may come from a stranger."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES).decode()
@@ -175,10 +170,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Name -> folder of the run at `root`, or of the runs in it.
-
-    Raises ConfigError if there are none.
-    """
+    """Name -> folder of the run at `root`, or of the runs in it. Raises ConfigError if there are none."""
     if is_run(root):
         root = root.resolve()
         return {root.name: root}

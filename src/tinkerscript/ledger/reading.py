@@ -17,7 +17,7 @@ from tinkerscript.ledger.rows import LEDGER_VERSION, create_statements
 
 
 def explained(path: Path | None, error: sqlite3.Error | str) -> str:
-    # Extended error codes have the primary code in their low byte.
+    # The low byte of an extended error code is the primary code.
     code = sqlite3.SQLITE_CORRUPT if isinstance(error, str) else getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return f"ledger {path}: {error}"
@@ -28,7 +28,7 @@ def explained(path: Path | None, error: sqlite3.Error | str) -> str:
 
 
 class NamedRow(tuple[Any, ...]):
-    """A row that can also be read by column name: `row["step"]`, `dict(row)`."""
+    """A row that can be read by column name too: `row["step"]`, `dict(row)`."""
 
     names: tuple[str, ...] = ()
 
@@ -48,10 +48,8 @@ Rows = list[NamedRow]
 
 
 class Reading(ABC):
-    """A connection for one thread."""
-
     is_there = True
-    """Whether the ledger exists and the connection still works. If not, readers connect again."""
+    """Whether the ledger exists and the connection works. If not, readers reconnect."""
 
     @abstractmethod
     def rows(self, query: str, parameters: Sequence[Any]) -> Rows:
@@ -62,11 +60,10 @@ class Reading(ABC):
 
 
 class SqliteReading(Reading):
-    """A connection to a file. Until the file exists, the ledger reads as empty."""
+    """A connection to a file, which reads as empty until it exists."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path` None: an empty ledger. Raises ConfigError for another version, or a file that SQLite
-        cannot read."""
+        """`path` None: an empty ledger. Raises ConfigError for another version or an unreadable file."""
         self._path = path
         try:
             self._connection = self._opened(path)
@@ -76,7 +73,7 @@ class SqliteReading(Reading):
     def _opened(self, path: Path | None) -> sqlite3.Connection:
         self.is_there = False
         if path is not None and path.is_file():
-            # SQLite creates an index next to the file, which it cannot do in a read-only folder.
+            # SQLite cannot create its index file in a read-only folder.
             mode = "mode=ro" if os.access(path.parent, os.W_OK) else "immutable=1"
             url = f"{path.absolute().as_uri()}?{mode}"
             connection = sqlite3.connect(url, uri=True, check_same_thread=False)
@@ -108,8 +105,7 @@ class SqliteReading(Reading):
 
 
 def plain(value: Any) -> Any:
-    """Convert a PostgreSQL value to what SQLite returns: integer sums are not `Decimal`, bytes are
-    `bytes`."""
+    """Convert PostgreSQL's types to SQLite's."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return bytes(value) if isinstance(value, memoryview) else value

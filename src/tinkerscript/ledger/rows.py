@@ -1,10 +1,10 @@
 """The tables of a run's ledger, each as the struct of its rows.
 
-A struct's fields are the table's columns, so one definition creates the table in SQLite and PostgreSQL,
-writes and reads its rows, and carries a trainer's rows over the link.
+One struct creates its table in SQLite and PostgreSQL, writes and reads the rows, and carries a trainer's
+rows over the link.
 
-Invariants that `KEY` and `CONSTRAINTS` enforce: an episode ends once and trains once per step and role, and
-a policy version is published once. Rows of steps that a resumption undid stay, with its number in `undone`.
+`KEY` and `CONSTRAINTS` enforce that an episode ends once, that it trains once per step and role, and that a
+policy version is published once. Rows of undone steps stay, with the resumption in `undone`.
 """
 
 from __future__ import annotations
@@ -19,35 +19,31 @@ import msgspec
 
 LEDGER_VERSION = 3
 
-STANDS = 0  # Value of `undone` in a row that no resumption undid.
+STANDS = 0  # `undone` of a row that still counts.
 OF_EPISODE = ("FOREIGN KEY (episode) REFERENCES {s}episodes (sequence)",)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     TABLE: ClassVar[str]
     KEY: ClassVar[tuple[str, ...]] = ()
-    """Primary key. A row replaces the earlier one with its key. Tables without a key number their rows in
-    the order of writing, in a column `number`."""
+    """Primary key; a row replaces the one with its key. Tables without a key have a column `number`, in the
+    order of writing."""
 
     ONCE: ClassVar[bool] = False
-    """Whether a second row with the same key is an error instead."""
+    """Whether a second row with a key is an error instead."""
 
     KEEPS_FIRST: ClassVar[bool] = False
     """Whether the first row with a key stays instead."""
 
     FIXED: ClassVar[tuple[str, ...]] = ()
-    """Columns that never change. Later rows with the key do not write them, which saves updating their
-    indexes."""
+    """Columns that later rows with the key do not write, which saves updating indexes."""
 
     CONSTRAINTS: ClassVar[tuple[str, ...]] = ()
-    """More constraints, in SQL that both databases know."""
-
     INDEXES: ClassVar[tuple[str, ...]] = ()
-    """For each index, its columns in parentheses and optionally a WHERE clause."""
+    """Each index: columns in parentheses, and optionally a WHERE clause."""
 
     @property
     def size(self) -> int:
-        """Approximate bytes of the large columns."""
         return 0
 
 
@@ -55,7 +51,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SampleRow(Row, frozen=True, kw_only=True):
-    """What a client gets to work on. The episodes of a group share it."""
+    """What a client gets to work on, shared by a group's episodes."""
 
     TABLE = "samples"
     KEY = ("digest",)
@@ -63,7 +59,6 @@ class SampleRow(Row, frozen=True, kw_only=True):
 
     digest: bytes
     payload: bytes
-    """JSON object."""
 
     @property
     def size(self) -> int:
@@ -71,7 +66,7 @@ class SampleRow(Row, frozen=True, kw_only=True):
 
 
 class EpisodeRow(Row, frozen=True, kw_only=True):
-    """An episode in its current state. `server.episodes.record.EpisodeRecord` explains the other columns."""
+    """`server.episodes.record.EpisodeRecord` explains the other columns."""
 
     TABLE = "episodes"
     KEY = ("sequence",)
@@ -90,52 +85,39 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     )
 
     sequence: int
-    """Position in the order of registration."""
-
     uuid: str
     episode_type: str
-    """`train` or `eval`."""
-
     group_id: str
     pool: str
     group_size: int
     step: int
-    """First training step that could train on it, or the step that its evaluation follows. 0: a client's
-    own sample."""
+    """First step that could train on it, or the step before its evaluation. 0: a client's own sample."""
 
     label: str = ""
-    """Label of its evaluation, such as `before`. Empty for training."""
+    """Label of its evaluation, such as `before`."""
 
     position: int = -1
     """Position of its sample in the order of training, or -1."""
 
     sample: bytes
-    """`SampleRow.digest`."""
-
     digest: bytes
-    """Digest of the registration."""
-
     state: str
-    """`registered`, `claimed`, `ended` or `failed`."""
-
     failure: str = ""
-    """Kind of its last failure if it failed."""
-
     forgiven: int = 0
     reward: float | None = None
     is_success: int | None = None
     result_digest: bytes = b""
     end_number: int | None = None
-    """Position in the order of ending; NULL before."""
+    """Position in the order of ending."""
 
     ended_at: float | None = None
     """Unix time in seconds."""
 
     offered: int = 0
-    """1: its failure was sent to a trainer."""
+    """1: a trainer knows of its failure."""
 
     consumed: int = 0
-    """1: a step or an evaluation used it or left it out, or a resumption gave it up."""
+    """1: a step or evaluation used it or left it out, or a resumption gave it up."""
 
     dropped: int = 0
     """1: an operator removed it from the list of failures."""
@@ -148,7 +130,7 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
 
 
 class AttemptRow(Row, frozen=True, kw_only=True):
-    """One claim of an episode. Attempt 0: the episode ended while no client held it."""
+    """One claim of an episode. Attempt 0: it ended while no client held it."""
 
     TABLE = "attempts"
     KEY = ("episode", "attempt")
@@ -162,10 +144,8 @@ class AttemptRow(Row, frozen=True, kw_only=True):
     """Unix time in seconds."""
 
     queued_s: float | None = None
-    """Seconds that the episode waited for this claim; NULL: unknown."""
-
     policy_version: int
-    """The newest version at the time of the claim."""
+    """The newest version when it was claimed."""
 
     lease_s: float
     failure: str | None = None
@@ -180,24 +160,20 @@ class CallRow(Row, frozen=True, kw_only=True):
     episode: int
     attempt: int
     role: str
-    """Role that was called. Empty: the policy."""
+    """Empty: the main policy."""
 
     created: int
     """Unix time in seconds; 0: unknown."""
 
     policy_version: int
-    """Version that sampled the first token."""
-
     last_version: int
-    """Version that sampled the last token."""
-
     prompt_tokens: int
     """Prompt tokens that the previous call did not have."""
 
     sampled_tokens: int
     stop_reason: str
     call: bytes
-    """`rollouts.call.Call` as msgpack, `packed`. Empty if the episode is `emptied`."""
+    """`rollouts.call.Call` as msgpack, `packed`. Empty if dropped."""
 
     @property
     def size(self) -> int:
@@ -219,8 +195,6 @@ class ResultRow(Row, frozen=True, kw_only=True):
 
 
 class TranscriptRow(Row, frozen=True, kw_only=True):
-    """What the program of an attempt left for people to read."""
-
     TABLE = "transcripts"
     KEY = ("episode", "attempt")
     CONSTRAINTS = OF_EPISODE
@@ -246,37 +220,29 @@ class FactRow(Row, frozen=True, kw_only=True):
 
 
 class ResumptionRow(Row, frozen=True, kw_only=True):
-    """A trainer started: a new run, or after the step of a checkpoint."""
+    """A trainer started: a new run, or after a checkpoint's step."""
 
     TABLE = "resumptions"
     KEY = ("resumption",)
     ONCE = True
 
     resumption: int
-    """Counted from 1."""
-
     step: int
     time: float
 
 
 class PublicationRow(Row, frozen=True, kw_only=True):
-    """Weights became a policy version."""
-
     TABLE = "publications"
     KEY = ("policy_version",)
     ONCE = True
 
     policy_version: int
     step: int
-    """Training steps behind the weights."""
-
     time: float
     undone: int = STANDS
 
 
 class StepRow(Row, frozen=True, kw_only=True):
-    """A training step, or the step at which the run stopped."""
-
     TABLE = "steps"
     KEY = ("step", "undone")
     ONCE = True
@@ -284,22 +250,14 @@ class StepRow(Row, frozen=True, kw_only=True):
     step: int
     time: float
     policy_version: int
-    """Version that it published."""
-
     reward: float | None = None
-    """Mean over its accepted episodes."""
-
     accepted: int = 0
     failed: int = 0
     trained: int = 0
     """Episodes that contributed to the main policy's gradient."""
 
     max_lag: int | None = None
-    """Largest policy lag of its episodes, in steps."""
-
     stopped: str = ""
-    """Why it changed no weights and ended the run; empty for any other step."""
-
     undone: int = STANDS
 
 
@@ -313,17 +271,11 @@ class TrainedRow(Row, frozen=True, kw_only=True):
     ONCE = True
 
     episode: int
-    """`EpisodeRow.sequence`."""
-
     step: int
     role: str = ""
-    """Role that trained on it. Empty: the main policy."""
-
     outcome: str
-    """One of `Use`."""
-
     place: int = -1
-    """Index of its group among those that contributed gradients; -1: it did not contribute."""
+    """Index of its group among those with gradients; -1: no gradient."""
 
     advantage: float | None = None
     reason: str = ""
@@ -331,7 +283,7 @@ class TrainedRow(Row, frozen=True, kw_only=True):
 
 
 class VerdictRow(Row, frozen=True, kw_only=True):
-    """What the judge of its group said about an episode. It stands even if the step is undone."""
+    """A judge's verdict on an episode. It stands even if the step is undone."""
 
     TABLE = "verdicts"
     KEY = ("episode",)
@@ -339,10 +291,10 @@ class VerdictRow(Row, frozen=True, kw_only=True):
 
     episode: int
     reward: float | None
-    """Replaces the episode's own reward. NULL: the judge failed, and the group did not train."""
+    """Replaces the episode's reward. NULL: the judge failed, and the group did not train."""
 
     words: str = ""
-    """What the judge wrote, or why it failed."""
+    """The judge's words, or why it failed."""
 
     time: float
 
@@ -366,8 +318,6 @@ class TokensRow(Row, frozen=True, kw_only=True):
 
 
 class CheckpointRow(Row, frozen=True, kw_only=True):
-    """The weights and optimizer state after a step are on disk."""
-
     TABLE = "checkpoints"
     KEY = ("step", "undone")
 
@@ -376,13 +326,11 @@ class CheckpointRow(Row, frozen=True, kw_only=True):
     policy_version: int
     train_seconds: float
     report: bytes = b"{}"
-    """Alignment report at this step, as JSON."""
-
     role_reports: bytes = b"{}"
-    """JSON: trained role -> its alignment report."""
+    """JSON: trained role -> alignment report."""
 
     curriculum: bytes = b"{}"
-    """JSON: pass rate of each sample that has trained. Empty without a curriculum."""
+    """JSON: pass rates of the samples that have trained. Empty without a curriculum."""
 
     undone: int = STANDS
 
@@ -397,15 +345,12 @@ class EvaluationRow(Row, frozen=True, kw_only=True):
     time: float
     policy_version: int
     score: float | None
-    """Mean reward of the accepted episodes; NULL if there are none."""
-
     margin: float | None = None
-    """Half the width of a 95% interval around the score, from the spread of rewards. NULL for fewer than
-    two."""
+    """Half the width of the score's 95% interval. NULL for fewer than two episodes."""
 
     accepted: int
     failed: int
-    """Episodes without a score, which the mean leaves out."""
+    """Episodes without a score, left out of the mean."""
 
     role_scores: bytes = b"{}"
     """JSON: trained role -> mean reward of the accepted episodes that called it."""
@@ -434,8 +379,6 @@ class FindingRow(Row, frozen=True, kw_only=True):
     name: str
     detail: str = ""
     episode: str = ""
-    """Uuid of the episode concerned, or empty."""
-
     count: int = 1
     undone: int = STANDS
 
@@ -450,24 +393,23 @@ class NoteRow(Row, frozen=True, kw_only=True):
 class Use:
     TRAINED = "trained"
     SAME_REWARD = "same_reward"
-    """All rewards of its group are equal, so it has no gradient."""
+    """Equal rewards in its group, so no gradient."""
 
     MISALIGNED = "misaligned"
     NOTHING_TO_TRAIN = "nothing_to_train"
-    """A grammar constrained every token, or the token limit cut the last reply
-    (`training.mask_truncated`)."""
+    """A grammar constrained every token, or the last reply was cut (`training.mask_truncated`)."""
 
     GROUP_TOO_SMALL = "group_too_small"
     EVALUATED = "evaluated"
     LEFT_OUT = "left_out"
-    """Not needed: it failed, was cancelled, or no batch waited for it."""
+    """It failed, was cancelled, or no batch waited for it."""
 
     STALE = "stale"
     SET_ASIDE = "set_aside"
-    """The run stopped before the step because of it. It never trains, not even after resuming."""
+    """The run stopped because of it. It never trains, not even after resuming."""
 
     GIVEN_UP = "given_up"
-    """A resumption could not use it. `step` is the checkpoint that the run resumed from."""
+    """A resumption to the checkpoint of `step` could not use it."""
 
 
 TrainerRow = (
@@ -483,7 +425,7 @@ TrainerRow = (
     | NoteRow
     | FactRow
 )
-# Rows of a transaction are written in this order, so a table comes after those it refers to.
+# A transaction writes its rows in this order, so referring tables come later.
 TABLES: tuple[type[Row], ...] = (
     FactRow,
     SampleRow,
@@ -505,7 +447,7 @@ TABLES: tuple[type[Row], ...] = (
     NoteRow,
 )
 
-# Tables in which resuming marks the rows of later steps as undone.
+# Tables in which resuming marks later steps' rows as undone.
 UNDONE: tuple[type[Row], ...] = (
     PublicationRow,
     StepRow,
@@ -523,7 +465,6 @@ _POSTGRES = {int: "bigint", float: "double precision", str: 'text COLLATE "C"', 
 
 @cache
 def columns(kind: type[Row]) -> tuple[str, ...]:
-    """Column names, without the `number` of a table that has no key."""
     return tuple(field.name for field in msgspec.structs.fields(kind))
 
 
@@ -553,7 +494,7 @@ def create_statements(*, postgres: bool = False) -> list[str]:
         number = "number INTEGER PRIMARY KEY"
     found: list[str] = []
     for kind in TABLES:
-        # The key's columns come first: SQLite 3.40 can check the integrity of no other table WITHOUT ROWID.
+        # SQLite 3.40 can check a table WITHOUT ROWID only if its key's columns come first.
         in_order = {name: column_types(kind)[name] for name in (*kind.KEY, *columns(kind))}
         lines = [
             f"{name} {types_of[of]}{'' if nullable else ' NOT NULL'}"
@@ -572,7 +513,7 @@ def create_statements(*, postgres: bool = False) -> list[str]:
 
 @cache
 def on_conflict(kind: type[Row]) -> str:
-    """End of an INSERT that says what happens to the earlier row with the same key."""
+    """End of an INSERT: what happens to the earlier row with the key."""
     if not kind.KEY or kind.ONCE:
         return ""
     key = f" ON CONFLICT ({', '.join(kind.KEY)})"

@@ -1,10 +1,9 @@
 """`SqliteLedger`: the ledger of a run in one SQLite file.
 
-With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9 but not a power failure. It
-takes tens of microseconds, so it runs on the event loop; batches over `LONG_BATCH` commit in a thread. When
-the log has grown to `LOG_BYTES`, a thread syncs it into the file, and only commits wait for that. Rows in
-`SYNCED` are synced at once. With `full` (synchronous=FULL) each commit syncs, in a thread, and survives a
-power failure.
+With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9, but not a power failure. It
+takes tens of microseconds, so it runs on the event loop; batches over `LONG_BATCH` use a thread. At
+`LOG_BYTES`, a thread syncs the log into the file. Rows in `SYNCED` are synced at once. With `full`
+(synchronous=FULL) a thread syncs each commit, which then survives a power failure.
 """
 
 from __future__ import annotations
@@ -37,15 +36,14 @@ from tinkerscript.ledger.rows import (
 )
 from tinkerscript.rollouts.call import Call
 
-LOG_BYTES = 2**22  # Size of the write-ahead log at which it is moved into the file.
-LONG_BATCH = 1000  # Writes that take about 10 ms. A larger transaction is committed in a thread.
-LONG_BYTES = 2**22  # Payloads, calls and transcripts that take as long to read or write.
+LOG_BYTES = 2**22  # The write-ahead log is moved into the file at this size.
+LONG_BATCH = 1000  # Rows that take about 10 ms to write.
+LONG_BYTES = 2**22  # Payloads, calls and transcripts that take as long.
 
-# Synced at once, also with `normal`: after a power failure, no policy version may be used twice and no
-# checkpoint may be ahead of the ledger.
+# After a power failure, no policy version may be used twice, and no checkpoint may be ahead of the ledger.
 SYNCED = (PublicationRow, StepRow)
 
-_INODE = "inode"  # Name of the fact that tells an original file from a copy.
+_INODE = "inode"  # Tells an original file from a copy.
 
 _MOVE_LOG = "PRAGMA wal_checkpoint(PASSIVE)"
 
@@ -54,12 +52,12 @@ _CALLS_SIZE = "SELECT coalesce(sum(length(call)), 0) FROM calls WHERE episode = 
 
 class SqliteLedger(Ledger):
     def __init__(self, path: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
-        """Open or create the file. Raises StoreError for a file of another version."""
+        """Raises StoreError for a file of another version."""
         super().__init__()
         full = durability == "full"
         self._path, self._log = path, f"{path.resolve()}-wal"
         with _explained(path):
-            # The event loop is the only user of the writing connection, or with `full` the writer thread.
+            # One user at a time: the event loop, or with `full` the writer thread.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._set_up(full=full)
             self._reading = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -88,20 +86,20 @@ class SqliteLedger(Ledger):
         else:
             self._write(batch)
         is_synced = any(kind in batch.rows for kind in SYNCED)
-        if is_synced or self._log_bytes() > LOG_BYTES:  # Moves the whole log: nothing else is writing.
+        if is_synced or self._log_bytes() > LOG_BYTES:
             await asyncio.to_thread(self._read_all, _MOVE_LOG, ())
 
     async def release(self) -> None:
         if self._writer is not None:
             self._writer.shutdown()
         self._reading.close()
-        # A process that only reads cannot truncate the log, and may be the last to close the file.
+        # A process that only reads cannot truncate the log, and may close the file last.
         with suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._connection.close()
 
     def _read_all(self, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Read on a fresh connection, for use in a thread."""
+        """On a fresh connection, for threads."""
         with _explained(self._path), closing(sqlite3.connect(self._path)) as connection:
             return connection.execute(query, tuple(parameters)).fetchall()
 
@@ -120,8 +118,8 @@ class SqliteLedger(Ledger):
             run("PRAGMA synchronous = FULL")
         else:
             run("PRAGMA synchronous = NORMAL")
-            run("PRAGMA wal_autocheckpoint = 0")  # `write` moves the log itself.
-            run("PRAGMA journal_size_limit = 0")  # Truncates the log, so that its file size is its length.
+            run("PRAGMA wal_autocheckpoint = 0")
+            run("PRAGMA journal_size_limit = 0")  # The log's file size is its length then.
         (version,) = run("PRAGMA user_version").fetchone()
         if version == 0:
             run("BEGIN IMMEDIATE")
@@ -139,8 +137,7 @@ class SqliteLedger(Ledger):
             self._check_copy()
 
     def _check_copy(self) -> None:
-        """Check a copied file: a copy made during a write may mix pages of two states, which SQLite
-        notices only when it reads them. Raises StoreError."""
+        """Check a copied file: a copy made during a write may mix pages of two states. Raises StoreError."""
         run, inode = self._connection.execute, self._inode()
         (found,) = run("SELECT value FROM facts WHERE name = ?", (_INODE,)).fetchone()
         if found == inode:

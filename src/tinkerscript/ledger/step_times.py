@@ -1,8 +1,7 @@
 """Where the time of training steps goes (`step_times`), and which config key would help most.
 
-A step waits for its episodes, trains and publishes. Waiting for groups that would become too old is
-measured. The rest of the wait is split between model calls and programs in the proportion that running
-episodes spend on each.
+A step waits for episodes, trains and publishes. The wait for groups that would become too old is measured;
+the rest is split between model calls and programs as running episodes split their time.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from tinkerscript.ledger.reader import LedgerReader
 
 NAMES = ("rollout", "train", "publish", "sample", "wait_stale")
 
-# Share of the time from which waiting for old groups is worth a change.
+# Waiting for old groups is worth a change from this share of the time.
 MUCH = 0.1
 
-# Share of the time that both sampling and training need before overlapping them pays.
+# Overlapping pays if sampling and training each take this share.
 TURNS = 0.2
 
 
@@ -33,7 +32,7 @@ class StepTimes(BaseModel):
 
 
 def step_times(ledger: LedgerReader) -> StepTimes | None:
-    """None before the first step, and in runs that do not measure model calls."""
+    """None before the first step, and for runs that do not measure model calls."""
     query = """
         SELECT name, sum(value) FROM metrics WHERE undone = 0 AND name IN (?, ?, ?, ?, ?)
         AND step > (SELECT max(step) FROM steps WHERE undone = 0) - ? GROUP BY name

@@ -1,6 +1,6 @@
 """`StorageLimit`: bounds the bytes of a ledger's calls, tokens and transcripts.
 
-Over the limit, the oldest episodes that can no longer train lose theirs; their rows stay.
+Over the limit, the oldest episodes that can no longer train lose these; their rows stay.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from tinkerscript.ledger.ledger import Ledger
 logger = logging.getLogger(__name__)
 
 LARGE = {"calls": "call", "tokens": "sequences", "transcripts": "transcript"}
-"""Table -> the column that counts toward the limit."""
 
-LOW_MARK = 0.95  # Share of the limit to shrink to, so that the next episode does not exceed it again.
+LOW_MARK = 0.95  # Share of the limit to shrink to, so that the next episode does not exceed it.
 
-DROPPED_AT_ONCE = 200  # Episodes that lose their bytes in one transaction.
+DROPPED_AT_ONCE = 200
 
-# Resuming falls back to the checkpoint before the newest if the newest is damaged.
+# Resuming falls back to this checkpoint if the newest is damaged.
 _LAST_NEEDED = "SELECT step FROM {s}checkpoints WHERE undone = 0 ORDER BY step DESC LIMIT 1 OFFSET 1"
 
 _OLDEST = """
@@ -40,31 +39,25 @@ class StorageLimit:
         replay_lag: int = 0,
         empty: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None,
     ) -> None:
-        """`limit_mb`: in MiB; 0: no limit. `replay_lag`: how many steps before a checkpoint episodes may
-        start and still train after it. `empty` gets the uuids of episodes about to lose their bytes,
-        and returns those that may; None: all may."""
+        """`limit_mb`: in MiB; 0: no limit. `replay_lag`: steps before a checkpoint from which episodes may
+        still train after it. `empty` gets uuids of episodes to empty, and returns the ones that may be;
+        None: all."""
         self._ledger = ledger
         self._limit = limit_mb * 2**20
         self._replay_lag = replay_lag
         self._empty = empty
         self._counted: int | None = None
-        """Bytes in the tables at the last count."""
-
         self._put_then = 0
-        """`Ledger.bytes_put` at the last count."""
-
         self._is_at_work = False
         self._is_in_vain = False
-        """Whether the ledger was over the limit with nothing that could be dropped."""
 
     @property
     def is_reached(self) -> bool:
-        """Whether the ledger may be over its limit, and no `keep` is running."""
         return bool(self._limit) and not self._is_at_work and self._may_be_over
 
     @property
     def _may_be_over(self) -> bool:
-        if self._is_in_vain:  # Counting reads whole tables, so wait for some growth first.
+        if self._is_in_vain:  # Counting reads whole tables, so wait for growth first.
             return self._ledger.bytes_put - self._put_then > self._limit * (1 - LOW_MARK)
         return self._counted is None or self._stored > self._limit
 
@@ -84,7 +77,7 @@ class StorageLimit:
 
     @property
     def _stored(self) -> int:
-        """Upper bound of the bytes in the tables: some new rows replaced others."""
+        """Upper bound: some new rows replaced others."""
         return (self._counted or 0) + self._ledger.bytes_put - self._put_then
 
     async def _count(self) -> None:
@@ -96,7 +89,7 @@ class StorageLimit:
             self._counted += int(size)
 
     async def _drop(self) -> bool:
-        """Drop the bytes of some episodes. Returns False if none can lose theirs."""
+        """Returns False if no episode can be emptied."""
         checkpoints = await self._ledger.read(_LAST_NEEDED)
         last = (checkpoints[0][0] if checkpoints else 0) - self._replay_lag
         found = await self._ledger.read(_OLDEST, (last, DROPPED_AT_ONCE))
@@ -113,7 +106,7 @@ class StorageLimit:
         uuids: Collection[str] = [uuid for _, uuid in found]
         if self._empty is not None:
             uuids = await self._empty(uuids)
-        # No await from here to the writes: a resuming trainer could start to use one of these episodes.
+        # No await from here to the writes: a resuming trainer could start to use these episodes.
         chosen = [sequence for sequence, uuid in found if uuid in uuids]
         if not chosen:
             return False

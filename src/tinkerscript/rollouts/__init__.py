@@ -1,10 +1,8 @@
 """From recorded calls to training data: `Call` -> `merge_calls` -> `Rollout` -> `RolloutGroup` ->
 `WeightedRollout`.
 
-A token passes these modules in order: `call` (what was sampled), `merge` (calls into sequences), `rollout`
-(the sequences), `advantages` (groups, weights and padded batches), and `alignment` (checks that they are
-what was sampled). `trainers` and `parquet` convert to formats of others, and are public modules. Needs only
-numpy and msgspec.
+`alignment` checks that sequences are what was sampled; `trainers` and `parquet` convert to other formats.
+Needs only numpy and msgspec.
 """
 
 from tinkerscript.rollouts.advantages import (

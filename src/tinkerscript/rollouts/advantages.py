@@ -31,7 +31,7 @@ from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 
 Doubles = npt.NDArray[np.float64]
 
-# Added to deviations, so that mere rounding differences do not give large advantages.
+# Keeps rounding differences from giving large advantages.
 EPSILON = 1e-6
 
 Baseline = Literal["group_mean", "leave_one_out", "none"]
@@ -40,7 +40,7 @@ Scale = Literal["none", "group_deviation", "group_mean", "batch_deviation"]
 
 @dataclass(frozen=True, slots=True)
 class AdvantageRule:
-    """Advantage = (r - baseline) / scale, where r are the rewards of a group of G episodes."""
+    """Advantage = (r - baseline) / scale, for the rewards r of a group of G episodes."""
 
     baseline: Baseline = "group_mean"
     """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training").
@@ -48,22 +48,21 @@ class AdvantageRule:
     makes advantages G / (G - 1) times as large. `none`: 0."""
 
     scale: Scale = "none"
-    """`group_deviation`: the sample standard deviation of r, over G - 1 (Shao et al. 2024,
-    "DeepSeekMath"). `group_mean`: the mean of r (Tajwar et al. 2026, "Maximum Likelihood Reinforcement
-    Learning"). `batch_deviation`: 1 here; `whitened` divides later."""
+    """`group_deviation`: the sample standard deviation of r (Shao et al. 2024, "DeepSeekMath").
+    `group_mean`: the mean of r (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
+    `batch_deviation`: 1 here; `whitened` divides later."""
 
     pass_k: int = 1
-    """Above 1, r of an episode is the mean of the best reward over all sets of this many episodes that
-    include it; baseline and deviation are those of the best rewards of all sets (Chen et al. 2025,
-    "Pass@k Training", which gives the formula for rewards of 0 and 1)."""
+    """Above 1, r is an episode's mean best reward over all sets of this many episodes that include it.
+    Baseline and deviation are also of the sets' best rewards (Chen et al. 2025, "Pass@k Training")."""
 
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """GDPO: weights of scores by name. The advantage is the weighted sum of the scores' advantages, each
-    divided by that score's sample deviation (Liu et al. 2026, arXiv:2601.05242)."""
+    """GDPO: score name -> weight. The advantage is the weighted sum of the scores' advantages, each divided
+    by its sample deviation (Liu et al. 2026, arXiv:2601.05242)."""
 
     @property
     def spans_groups(self) -> bool:
-        """Whether episodes are compared across groups, so that groups with equal rewards train too."""
+        """Whether groups with equal rewards train too."""
         return self.scale == "batch_deviation"
 
     def baselines(self, rewards: Sequence[float]) -> Doubles:
@@ -78,8 +77,7 @@ class AdvantageRule:
         return (r.sum() - r) / (len(r) - 1)
 
     def divisor(self, rewards: Sequence[float]) -> float:
-        """1 for `none` and for equal rewards. Infinite for `group_mean` if the mean is not positive, since
-        nothing is relative to such a mean."""
+        """1 for `none` and equal rewards. Infinite for `group_mean` without a positive mean."""
         if self.scale in ("none", "batch_deviation") or max(rewards) == min(rewards):
             return 1.0
         r = np.asarray(rewards, dtype=np.float64)
@@ -88,22 +86,21 @@ class AdvantageRule:
         return float(r.mean()) + EPSILON if r.mean() > 0 else math.inf
 
     def of(self, rewards: Sequence[float]) -> Doubles:
-        """Advantages of a group, float64 [G]."""
+        """float64 [G]"""
         if self.pass_k > 1:
             return self._of_sets(np.asarray(rewards, dtype=np.float64))
         above = np.asarray(rewards, dtype=np.float64) - self.baselines(rewards)
         return above / self.divisor(rewards)
 
     def _of_sets(self, rewards: Doubles) -> Doubles:
-        """Advantages for `pass_k` above 1. Raises ValueError for a smaller group."""
+        """For `pass_k` above 1. Raises ValueError for a smaller group."""
         size, k = len(rewards), self.pass_k
         if size < k:
             raise ValueError(f"pass_k: {k} needs a group of {k} episodes or more, got {size}")
         order = np.argsort(rewards, kind="stable")
         r = rewards[order]
-        # `best`: share of all sets in which the i-th lowest reward is the best. `alone` and `beside` are
-        # shares of the sets that include a given episode: its own reward is the best, or that of a better
-        # episode is.
+        # `best`: share of sets in which the i-th lowest reward is the best. `alone` and `beside`: of the
+        # sets with a given episode, the share in which its own reward, or a better episode's, is the best.
         best = np.array([comb(i, k - 1) for i in range(size)]) / comb(size, k)
         beside = np.array([comb(i - 1, k - 2) if i else 0 for i in range(size)]) / comb(size - 1, k - 1)
         alone = np.array([comb(i, k - 1) for i in range(size)]) / comb(size - 1, k - 1)
@@ -117,21 +114,20 @@ class AdvantageRule:
         return found
 
 
-PLAIN = AdvantageRule()  # Reward minus the group mean.
+PLAIN = AdvantageRule()
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedRollout:
     rollout: Rollout
     advantages: FloatArray
-    """float32 [T]: 0 where a token carries no loss (`Rollout.loss_mask`)."""
+    """float32 [T]: 0 without loss (`Rollout.loss_mask`)."""
 
     reference: FloatArray | None = None
-    """float32 [T]: log probabilities that a loss compares the policy's with; None: the sampler's."""
+    """float32 [T]: log probabilities to compare the policy's with; None: the sampler's."""
 
     @classmethod
     def uniform(cls, rollout: Rollout, advantage: float) -> WeightedRollout:
-        """Give every token that carries loss the same advantage."""
         return cls(rollout, np.where(rollout.loss_mask, np.float32(advantage), np.float32(0)))
 
     def scaled(self, factor: float) -> WeightedRollout:
@@ -139,7 +135,7 @@ class WeightedRollout:
 
     @property
     def scalar(self) -> float | None:
-        """The advantage that all tokens with loss share, 0 without any. None if they differ."""
+        """The advantage that all tokens with loss share (0 without any), or None."""
         values = self.advantages[self.rollout.loss_mask]
         if not len(values):
             return 0.0
@@ -148,7 +144,7 @@ class WeightedRollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The accepted episodes of one sample, which GRPO compares with each other."""
+    """The accepted episodes of one sample, which GRPO compares."""
 
     group_id: str
     episodes: tuple[EpisodeRollouts, ...]
@@ -156,15 +152,14 @@ class RolloutGroup:
     def __post_init__(self) -> None:
         """Raises ValueError for a reward above 1e6 in magnitude (`errors.MAX_REWARD`)."""
         for episode in self.episodes:
-            if not abs(episode.reward) <= MAX_REWARD:  # Refuses NaN too.
+            if not abs(episode.reward) <= MAX_REWARD:
                 raise ValueError(
                     f"the reward of episode {episode.episode_uuid} must be finite and at most "
                     f"{MAX_REWARD:g} in magnitude, got {episode.reward}"
                 )
 
     def advantages(self, rule: AdvantageRule = PLAIN) -> FloatArray:
-        """float32 [G]: the episodes' advantages. All 0 if the rewards are equal, unless the baseline is
-        `none`."""
+        """float32 [G]. All 0 for equal rewards, unless the baseline is `none`."""
         if rule.weights:
             scale = AdvantageRule(rule.baseline, "group_deviation")
             parts = [weight * scale.of(self._scores(name)) for name, weight in rule.weights.items()]
@@ -179,8 +174,8 @@ class RolloutGroup:
     def weighted(self, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
         """Yield every sequence with its tokens' advantages.
 
-        A token's advantage is its return (`Rollout.returns`, or without token rewards the episode's reward)
-        minus its episode's baseline, divided by the group's scale.
+        A token's advantage is its return (`Rollout.returns`, or the episode's reward) minus its episode's
+        baseline, divided by the group's scale.
         """
         baselines, divisor = rule.baselines(self.rewards), rule.divisor(self.rewards)
         advantages = self.advantages(rule).tolist()
@@ -199,7 +194,7 @@ class RolloutGroup:
 
     @property
     def rewards_differ(self) -> bool:
-        """Whether any episode's reward, or a score that is compared instead, differs from another's."""
+        """Whether rewards, or scores that replace them, differ."""
         if any(episode.scores != self.episodes[0].scores for episode in self.episodes):
             return True
         return max(self.rewards) > min(self.rewards)
@@ -211,8 +206,8 @@ class RolloutBatch:
 
 
 def whitened(batch: Sequence[WeightedRollout]) -> list[WeightedRollout]:
-    """Normalize advantages to mean 0 and sample deviation 1 over all tokens that carry loss (Hu et al.
-    2025, "REINFORCE++"). No change if there are fewer than two such tokens, or all are equal."""
+    """Normalize advantages to mean 0 and sample deviation 1 over all tokens with loss (Hu et al. 2025,
+    "REINFORCE++"), unless all are equal."""
     every = np.concatenate([item.advantages[item.rollout.loss_mask] for item in batch]).astype(np.float64)
     if len(every) < 2 or every.max() == every.min():
         return list(batch)
@@ -239,13 +234,13 @@ class TrainingBatch:
     """int32 [B, T]: `pad_token_id` after the end of a sequence."""
 
     position_ids: IntArray
-    """int32 [B, T]: 0, 1, ... in each row, 0 in the padding."""
+    """int32 [B, T]: 0, 1, ... in each row, 0 in padding."""
 
     attention_mask: BoolArray
-    """bool [B, T]: False in the padding."""
+    """bool [B, T]: False in padding."""
 
     loss_masks: BoolArray
-    """bool [B, T]: True where the token carries loss (`Rollout.loss_mask`)."""
+    """bool [B, T]: True where a token has loss."""
 
     loss_weights: FloatArray
     """float32 [B, T]: mask times advantage."""
@@ -254,7 +249,7 @@ class TrainingBatch:
     """float32 [B, T]: the sampler's log probability; 0 where no token was sampled."""
 
     lengths: npt.NDArray[np.int32]
-    """int32 [B]: length of each sequence."""
+    """int32 [B]"""
 
     rollouts: tuple[WeightedRollout, ...]
     """[B]: source of each row."""
@@ -273,8 +268,8 @@ class TrainingBatch:
     ) -> TrainingBatch:
         """Pad to `length`, or to the longest sequence rounded up to a multiple of `multiple_of`.
 
-        Raises ValueError without rollouts, or for one longer than `length`: truncating it would silently
-        drop sampled tokens from the loss.
+        Raises ValueError without rollouts, or for one longer than `length`, which would lose sampled
+        tokens.
         """
         if not rollouts:
             raise ValueError("a training batch needs at least one rollout")
@@ -303,7 +298,6 @@ class TrainingBatch:
 def padded(
     rows: Sequence[npt.NDArray[Scalar]], width: int, fill: int = 0, *, left: bool = False
 ) -> npt.NDArray[Scalar]:
-    """Pad rows to an array [B, `width`], with `fill` to the right (or left)."""
     out = np.full((len(rows), width), fill, dtype=rows[0].dtype)
     for line, row in zip(out, rows, strict=True):
         line[slice(width - len(row), width) if left else slice(len(row))] = row
@@ -314,17 +308,15 @@ def padded(
 
 
 def at_end(rollout: Rollout, reward: float) -> FloatArray:
-    """Put the whole reward on the last sampled token."""
     return by_call(rollout, [0.0] * (len(rollout.segments) - 1) + [reward])
 
 
 def evenly(rollout: Rollout, reward: float) -> FloatArray:
-    """Give each sampled token the same share."""
     return discounted(rollout, reward, 1.0)
 
 
 def discounted(rollout: Rollout, reward: float, discount: float) -> FloatArray:
-    """Give each sampled token `discount` times the share of the next one, so shares grow toward the end.
+    """Give each sampled token `discount` times the share of the next one.
 
     Raises ValueError for a discount outside (0, 1].
     """
@@ -335,9 +327,9 @@ def discounted(rollout: Rollout, reward: float, discount: float) -> FloatArray:
 
 
 def by_call(rollout: Rollout, rewards: Sequence[float]) -> FloatArray:
-    """Put one reward per call (turn) on the last token that the call sampled.
+    """Put each call's reward on the last token that it sampled.
 
-    Raises ValueError if the numbers of rewards and calls differ.
+    Raises ValueError unless there is one reward per call.
     """
     if len(rewards) != len(rollout.segments):
         raise ValueError(f"{len(rewards)} rewards for {len(rollout.segments)} calls")

@@ -1,8 +1,8 @@
 """`Call`: the immutable record of one model call.
 
-A call stores its parent's id and only its new ids, so a conversation of n turns stores each token once. Ids
-are little-endian int32 bytes and logprobs little-endian float32 bytes, which travel over the link, are
-stored, and are viewed as numpy arrays without conversion.
+A call stores its parent's id and only its new ids, so a conversation stores each token once. Ids are
+little-endian int32 bytes, logprobs float32; they travel, are stored, and are viewed as numpy arrays without
+conversion.
 """
 
 from __future__ import annotations
@@ -20,36 +20,34 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
-# Policy version of weights that the trainer never published. Their samples do not train.
+# Weights that the trainer never published. Their samples do not train.
 FOREIGN_POLICY = -1
 
 StopReason = Literal["stop", "length"]
 """`stop`: the last sampled token ended the turn. `length`: the token limit did."""
 
 LogprobKind = Literal["processed", "raw", "unknown"]
-"""`processed`: of the distribution sampled from, after temperature and before top-p and top-k. `raw`: at
-temperature 1, whatever the sampling temperature was."""
+"""`processed`: after temperature, before top-p and top-k. `raw`: at temperature 1, whatever the sampling
+temperature."""
 
 
 class TokenConstraint(IntEnum):
-    """How a grammar limited the choice of a sampled token."""
+    """How a grammar limited a sampled token."""
 
     NONE = 0
     """Every token with a probability above 0 was allowed."""
 
     CUT = 1
-    """Several tokens were allowed, but not all with a probability above 0."""
+    """Several, but not all possible, tokens were allowed."""
 
     FORCED = 2
-    """This was the only allowed token."""
-
     UNKNOWN = 3
     """A grammar was used, but the server does not report where."""
 
 
 MatchedBy = Literal["ids", "equality"]
-"""How a call's parent was found. `ids`: the request's last assistant message has the id and content of a
-reply we sent. `equality`: by message content alone."""
+"""How a call's parent was found. `ids`: the request's last assistant message has the id and content of our
+reply. `equality`: by message content alone."""
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
@@ -66,7 +64,7 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
 
 
 def unpack_ids(data: bytes) -> IntArray:
-    """View little-endian int32 bytes as token ids [N] (read-only)."""
+    """View little-endian int32 bytes as ids [N] (read-only)."""
     return np.frombuffer(data, dtype="<i4")
 
 
@@ -81,18 +79,18 @@ def unpack_logprobs(data: bytes) -> FloatArray:
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One model call, exactly as it was sampled. Encoded as an array, without field names."""
+    """One model call, exactly as sampled. Encoded as an array, without field names."""
 
     call_id: str
     parent_id: str | None
-    """The call whose prompt and sampled ids begin this prompt; None for a new prompt."""
+    """The call that this prompt continues; None for a new prompt."""
 
     matched_by: MatchedBy | None = None
     new_prompt: bytes
-    """Prompt ids (int32) after the parent's prompt and sampled ids."""
+    """Prompt ids (int32) after the parent's tokens."""
 
     sampled: bytes
-    """Sampled ids (int32), including the stop token if one was sampled."""
+    """Sampled ids (int32), including a sampled stop token."""
 
     logprobs: bytes
     """Log probability of each sampled id (float32)."""
@@ -103,68 +101,61 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
-    """Minimum probability of a candidate token, as a share of the most probable one's. 0: off."""
+    """Minimum probability, as a share of the most probable token's. 0: off."""
 
     repetition_penalty: float = 1.0
-    """Divisor of the logits of tokens that already occur in prompt or reply. 1: off."""
+    """Divisor of the logits of tokens that already occurred. 1: off."""
 
     logprob_kind: LogprobKind = "processed"
     policy_version_end: int | None = None
-    """Policy version of the last token if the weights changed during the call, otherwise None."""
+    """Policy version of the last token, if the weights changed during the call."""
 
     seed: int | None = None
-    """Sampling seed; None if unknown."""
-
     constrained: bytes = b""
-    """`TokenConstraint` of each sampled id (uint8). Empty without a grammar. `logprobs` are of the
-    distribution before the grammar, unless `logprob_kind` is unknown."""
+    """`TokenConstraint` of each sampled id (uint8); empty without a grammar. `logprobs` are from before the
+    grammar, unless `logprob_kind` is unknown."""
 
     ids_from: str = "sampler"
-    """Where `sampled` comes from: the sampler, or a field of a server's reply (`inference_ctx.IdsSource`)."""
+    """Source of `sampled`: the sampler, or a field of a server's reply (`inference_ctx.IdsSource`)."""
 
     prompt_from: Literal["server", "client"] = "server"
-    """Who rendered the prompt ids. Those of a `client` may differ from what the server saw."""
+    """Who rendered the prompt. A `client`'s ids may differ from what the server saw."""
 
     tokenizer: str = ""
-    """Fingerprint of the tokenizer that rendered the prompt (`vocabulary_fingerprint`); empty if unknown."""
+    """Fingerprint of the prompt's tokenizer (`vocabulary_fingerprint`); empty if unknown."""
 
     fork_reason: str | None = None
-    """Why this prompt does not extend an earlier call, if one would expect that it does."""
+    """Why this prompt unexpectedly does not extend an earlier call."""
 
     messages: str = "[]"
-    """JSON list of the prompt's new messages, for display and for restoring the conversation. Empty in
-    later choices of a request, which share those of the first (`with_messages`)."""
+    """JSON list of the prompt's new messages. Empty in later choices of a request (`with_messages`)."""
 
     reply: str = "{}"
-    """JSON of the assistant message returned, for display and for restoring the conversation."""
-
     tools: str = "[]"
-    """JSON list of a new prompt's tools. A call has its parent's tools. Empty where `messages` is."""
+    """JSON list of a new prompt's tools, which later calls share. Empty where `messages` is."""
 
     created: int = 0
-    """Unix time in seconds when the request arrived; 0 for a call not recorded by a gateway."""
+    """Unix time in seconds of the request; 0 without a gateway."""
 
     idempotency_key: str = ""
-    """The request's `Idempotency-Key`, so that a retry gets this reply even after a restart."""
+    """The request's `Idempotency-Key`: a retry gets this reply, even after a restart."""
 
     request_digest: str = ""
-    """Digest of the request with that key; empty without one."""
-
     ignored: list[str] = []
-    """Fields of the request that had no effect, in the gateway's agent mode."""
+    """Fields of the request without effect, in the gateway's agent mode."""
 
     side: bool = False
-    """Whether an agent made the call outside of its work, for example for a title."""
+    """Whether an agent made the call outside of its work, such as for a title."""
 
     role: str = ""
-    """Role that was called; empty for the policy. Calls of frozen and outside roles never train."""
+    """Role called; empty for the policy. Frozen and outside roles never train."""
 
     reported_tokens: tuple[int, int] = (0, 0)
-    """Tokens of prompt and reply as counted by a server that returns no ids, otherwise 0."""
+    """Tokens of prompt and reply, from a server that returns no ids."""
 
     spans: list[tuple[int, int]] = []
-    """(policy version, index of the first id it sampled), in order, if weights were published during the
-    call. Empty: `policy_version` sampled everything, or it is unknown where the weights changed."""
+    """(policy version, index of its first id), in order, if weights changed during the call. Empty:
+    `policy_version` sampled everything, or it is unknown where they changed."""
 
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
@@ -182,7 +173,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def size(self) -> int:
-        """Approximate bytes in memory or storage."""
         texts = (self.messages, self.reply, self.tools)
         return sum(map(utf8_size, texts)) + sum(
             map(len, (self.new_prompt, self.sampled, self.logprobs, self.constrained))
@@ -194,7 +184,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """Versions of all weights that sampled a part, as far as known, starting with the first token's."""
+        """All known versions that sampled a part, the first token's first."""
         if self.spans:
             return tuple(version for version, _ in self.spans)
         if self.policy_version_end is None:
@@ -203,7 +193,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the call is of a role that does not train."""
+        """Whether the call's role never trains."""
         return bool(self.role) and self.policy_version == FOREIGN_POLICY
 
     @property
@@ -223,15 +213,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar limited the choice of any sampled id."""
         return any(self.constrained)
 
 
 class Prompts(Mapping[str, bytes]):
     """Full prompts by call id, as int32 bytes, built when looked up.
 
-    So the calls of a conversation need memory for their own tokens only, not for each prompt. A lookup is
-    O(prompt).
+    So calls need memory for their own tokens only. A lookup is O(prompt).
     """
 
     def __init__(self, calls: Iterable[Call]) -> None:
@@ -269,10 +257,10 @@ def utf8_size(text: str) -> int:
 
 
 def with_messages(calls: Iterable[Call]) -> list[Call]:
-    """`calls`, oldest first, with the messages and tools of each request in all its choices."""
+    """`calls`, oldest first, with the request's messages and tools in all its choices."""
     whole = list[Call]()
     for call in calls:
-        if not call.messages and whole:  # The choices of a request are consecutive.
+        if not call.messages and whole:  # A request's choices are consecutive.
             first = whole[-1]
             call = msgspec.structs.replace(call, messages=first.messages, tools=first.tools)
         whole.append(call)
@@ -284,14 +272,14 @@ def calls_of(calls: Iterable[Call], role: str = "") -> list[Call]:
 
 
 def full_prompts(calls: Iterable[Call]) -> Prompts:
-    """Map each call id to its full prompt (int32 bytes), in linear memory."""
+    """Map each call id to its full prompt, in linear memory."""
     return Prompts(calls)
 
 
 def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Messages of the last call and of the calls it extends, in OpenAI's format, including its reply.
+    """Messages of the last call and the calls it extends, in OpenAI's format, with its reply.
 
-    Empty for calls with a raw prompt.
+    Empty for raw prompts.
     """
     calls = with_messages(calls)
     by_id = {call.call_id: call for call in calls}

@@ -1,11 +1,9 @@
 """`Credit`: what each model call of an episode earned, and what that is compared with.
 
-The calls 1, ..., T of an episode have rewards (`EpisodeRollouts.call_rewards`), and the last one also has
-the rest of the episode's reward. The return of call t is r_t + g r_(t+1) + g^2 r_(t+2) + ... with the
-discount g.
+Calls 1, ..., T have rewards (`EpisodeRollouts.call_rewards`); the last one also has the rest of the
+episode's. The return of call t is r_t + g r_(t+1) + g^2 r_(t+2) + ... with the discount g.
 
-Invariant: without rewards of single calls and with a discount of 1, `turn` equals `RolloutGroup.weighted`
-bit for bit.
+Invariant: without rewards of calls and with discount 1, `turn` equals `RolloutGroup.weighted` bit for bit.
 """
 
 from __future__ import annotations
@@ -27,9 +25,8 @@ CreditLevel = Literal["episode", "turn", "state"]
 class Credit:
     level: CreditLevel = "turn"
     """`episode`: all tokens have the episode's advantage. `turn`: a call's return, compared with the
-    returns of the group's episodes at the same turn. `state`: the episode's advantage, plus a call's
-    return compared with the group's calls that saw the same observation (Feng et al. 2025, "GiGPO",
-    arXiv:2505.10978)."""
+    group's at the same turn. `state`: the episode's advantage, plus a call's return compared with calls
+    that saw the same observation (Feng et al. 2025, "GiGPO", arXiv:2505.10978)."""
 
     discount: float = 1.0
 
@@ -46,16 +43,14 @@ class Credit:
                 yield WeightedRollout(rollout, np.where(rollout.loss_mask, values, np.float32(0)))
 
     def differs(self, group: RolloutGroup, rule: AdvantageRule = PLAIN) -> bool:
-        """Whether any call has an advantage, so that the group has a gradient."""
         if self._is_of_episodes(group, rule):
             return group.rewards_differ
         return any(each.any() for each in self.advantages(group, rule))
 
     def advantages(self, group: RolloutGroup, rule: AdvantageRule = PLAIN) -> list[Doubles]:
-        """Advantages of each episode's calls, float64 [T]. Not for `episode`."""
-        # Returns are summed before they are compared, so each call has one baseline, which does not depend
-        # on where its own episode stops. Summing turn-wise advantages would subtract a baseline per turn, a
-        # hidden price on every further turn (verl-project/verl#7244).
+        """float64 [T] per episode. Not for `episode`."""
+        # Each call has one baseline for its whole return. Turn-wise advantages would subtract a baseline
+        # per turn, a hidden price on every further turn (verl-project/verl#7244).
         returns = [returns_of(rewards_of_calls(episode), self.discount) for episode in group.episodes]
         found = [np.zeros(len(each)) for each in returns]
         if self.level == "state":
@@ -75,7 +70,7 @@ class Credit:
         return found
 
     def _is_of_episodes(self, group: RolloutGroup, rule: AdvantageRule) -> bool:
-        # Pass@k and named scores are defined for whole episodes only.
+        # Pass@k and named scores are defined only for whole episodes.
         if self.level == "episode" or rule.pass_k > 1 or rule.weights:
             return True
         has_own = any(episode.call_rewards for episode in group.episodes)
@@ -83,7 +78,7 @@ class Credit:
 
 
 def rewards_of_calls(episode: EpisodeRollouts) -> Doubles:
-    """float64 [T]: reward of each call. The last one includes what no call has of the episode's reward."""
+    """float64 [T]. The last call has what the others leave of the episode's reward."""
     own = episode.call_rewards
     rewards = np.array([own.get(call.call_id, 0.0) for call in episode.calls], dtype=np.float64)
     if len(rewards):
@@ -92,7 +87,7 @@ def rewards_of_calls(episode: EpisodeRollouts) -> Doubles:
 
 
 def returns_of(rewards: Doubles, discount: float) -> Doubles:
-    """float64 [T]: discounted return of each call."""
+    """float64 [T]"""
     returns, later = np.zeros(len(rewards)), 0.0
     for turn in range(len(rewards) - 1, -1, -1):
         later = returns[turn] = rewards[turn] + discount * later

@@ -1,11 +1,9 @@
 """`merge_calls`: calls -> training sequences, by exact token prefix.
 
-A call extends the open sequence that is a full prefix of its prompt; otherwise it opens a new one and
-records where that forks. So every sampled token is in exactly one sequence, after exactly the prefix it was
-sampled under. Sequences are int32 bytes, found by (length, last ids) and confirmed by one comparison.
-
-No prompt is copied if its parent's sequence already holds it: a call costs its new tokens, and an episode
-needs memory proportional to its sequences.
+A call extends the open sequence that is a full prefix of its prompt, or else opens a new one, which records
+where it forks. So every sampled token is in exactly one sequence, after the prefix it was sampled under.
+Sequences are found by (length, last ids) and one comparison. A call costs its new tokens, because no prompt
+in its parent's sequence is copied.
 """
 
 from __future__ import annotations
@@ -20,15 +18,13 @@ import numpy as np
 from tinkerscript.rollouts.call import Call, calls_of, unpack_logprobs
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
-TAIL_BYTES = 8 * 4  # The last 8 ids, which are part of a sequence's key.
-FORK_CANDIDATES = 32  # Newest sequences among which a new one looks for its longest shared prefix.
+TAIL_BYTES = 8 * 4  # The last 8 ids are part of a sequence's key.
+FORK_CANDIDATES = 32  # Newest sequences to search for the longest shared prefix.
 
 Key = tuple[int, bytes]
 
 
 class _Sequence:
-    """A sequence that later calls may extend. Append-only."""
-
     __slots__ = ("data", "fork", "number", "parent", "segments")
 
     def __init__(self, number: int) -> None:
@@ -67,7 +63,7 @@ class _Sequence:
 
 
 class _Stream(NamedTuple):
-    """Ids as int32 bytes: the first `length` bytes of `base`, then `tail`."""
+    """Ids as int32 bytes: `base` up to `length`, then `tail`."""
 
     base: _Sequence | None
     length: int
@@ -87,7 +83,6 @@ class _Stream(NamedTuple):
         return bytes(self.base.data[start:length]) + self.tail[: end - length]
 
     def starts_with(self, sequence: _Sequence) -> bool:
-        """Whether `sequence` is a prefix. At most one comparison, without a copy."""
         size, shared = len(sequence.data), min(len(sequence.data), self.length)
         with memoryview(sequence.data) as theirs:
             if self.base is not None and self.base is not sequence:
@@ -102,12 +97,12 @@ class _OpenSequences:
         self.all: list[_Sequence] = []
         self._index: dict[Key, list[_Sequence]] = {}
         self._lengths: list[int] = []
-        """Sorted lengths of the indexed sequences, one entry per sequence."""
+        """Sorted, one entry per indexed sequence."""
 
         self._newest: deque[_Sequence] = deque(maxlen=FORK_CANDIDATES)
 
     def find(self, prompt: _Stream) -> _Sequence | None:
-        """Find the longest sequence that is a prefix of `prompt`, and remove it from the index."""
+        """Remove and return the longest sequence that is a prefix of `prompt`."""
         slice_of, index = prompt.slice, self._index
         for length in self._lengths_up_to(prompt.size):
             key = (length, slice_of(length - TAIL_BYTES if length > TAIL_BYTES else 0, length))
@@ -118,7 +113,6 @@ class _OpenSequences:
         return None
 
     def _lengths_up_to(self, limit: int) -> Iterator[int]:
-        """Distinct lengths up to `limit`, longest first."""
         before = -1
         for place in range(bisect_right(self._lengths, limit) - 1, -1, -1):
             if self._lengths[place] != before:
@@ -153,9 +147,9 @@ def merge_calls(
 ) -> tuple[Rollout, ...]:
     """Merge calls into sequences that hold every sampled token once, after its own prefix.
 
-    `calls` are in recorded order, parents before children. Only calls of `role` (default: the policy) that
-    sampled something count. With `trains_constrained`, tokens that a grammar constrained carry loss. Raises
-    ValueError for a call whose parent is missing.
+    `calls` list parents before children. Only calls of `role` (default: the policy) that sampled something
+    count. `trains_constrained`: tokens that a grammar constrained carry loss. Raises ValueError for a
+    missing parent.
     """
     sequences = _OpenSequences()
     streams: dict[str, _Stream] = {}
@@ -185,7 +179,7 @@ def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:
 
 
 def _common_prefix(ours: bytearray, theirs: bytearray, *, longer_than: int) -> int:
-    """Length of the common prefix in ids; 0 unless it exceeds `longer_than`."""
+    """In ids; 0 unless it exceeds `longer_than`."""
     enough = 4 * (longer_than + 1)
     with memoryview(ours) as view:
         if len(view) < enough or not theirs.startswith(view[:enough]):

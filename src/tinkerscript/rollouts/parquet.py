@@ -32,7 +32,7 @@ from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, Segment
 from tinkerscript.rollouts.trainers import refuse_episode_errors
 
-ROWS_PER_GROUP = 1024  # Sequences per Parquet row group, which readers and writers hold in memory.
+ROWS_PER_GROUP = 1024  # Sequences in memory at once.
 
 _ARRAYS = {
     "tokens": np.int32,
@@ -41,14 +41,14 @@ _ARRAYS = {
     "logprobs": np.float32,
     "rewards": np.float32,
 }
-# Fields of a rollout that are columns of the same name.
+# Columns named like a rollout's fields.
 _FIELDS = ("env_name", "env_example_id", "shaped", "parent", "fork")
 
 Row = Mapping[str, Any]
 
 
 def write_parquet(path: str | Path, groups: Iterable[RolloutGroup]) -> int:
-    """Write groups to a Parquet file, `ROWS_PER_GROUP` sequences at a time. Returns the number of rows.
+    """Write groups to a Parquet file. Returns the number of rows.
 
     Raises ConversionError for a rollout that must not train or would not read back equal. If writing fails,
     an existing file stays as it was.
@@ -68,7 +68,7 @@ def write_parquet(path: str | Path, groups: Iterable[RolloutGroup]) -> int:
 
 
 def read_parquet(path: str | Path) -> Iterator[RolloutGroup]:
-    """Read the groups of a `write_parquet` file in order, with about one row group in memory.
+    """Read the groups of a `write_parquet` file in order, about one row group at a time.
 
     Raises ConversionError for a file with different columns.
     """
@@ -85,7 +85,7 @@ def to_table(groups: Iterable[RolloutGroup]) -> Any:
 
 
 def from_table(table: Any) -> list[RolloutGroup]:
-    """Convert a table of `to_table` back to groups. Raises ConversionError for missing columns."""
+    """Convert a table of `to_table` back. Raises ConversionError for missing columns."""
     return list(_groups(_checked(table)))
 
 

@@ -32,8 +32,8 @@ class Segment:
 
     @property
     def versions(self) -> list[tuple[int, slice]]:
-        """Each policy version with the span that it sampled. If it is unknown which sampled what, the
-        oldest version with the whole span."""
+        """Policy versions and their spans; the oldest with the whole span if it is unknown which sampled
+        what."""
         spans = self.call.spans or [(min(self.call.policy_versions), 0)]
         ends = [*(first for _, first in spans[1:]), self.end - self.start]
         return [
@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One training sequence of T tokens: prompts and replies in the order in which the model saw them."""
+    """One training sequence of T tokens: prompts and replies as the model saw them."""
 
     episode_uuid: str
     tokens: IntArray
@@ -54,40 +54,39 @@ class Rollout:
     """bool [T]: True where the policy sampled the token."""
 
     loss_mask: BoolArray
-    """bool [T]: True where the token carries loss. These are the sampled tokens, usually without those
-    that a grammar constrained."""
+    """bool [T]: True where the token carries loss: sampled tokens, usually without those that a grammar
+    constrained."""
 
     logprobs: FloatArray
     """float32 [T]: the sampler's log probability; 0 where `sampled` is False."""
 
     segments: tuple[Segment, ...]
-    """The calls of this sequence, in order. Their spans cover exactly the sampled tokens."""
+    """The sequence's calls, in order. Their spans are exactly the sampled tokens."""
 
     env_name: str = ""
     env_example_id: str = ""
     episode_reward: float = float("nan")
-    """NaN if the reward is on the episode instead."""
+    """NaN if only the episode has it."""
 
     rewards: FloatArray | None = None
-    """float32 [T]: reward per token, 0 where none was sampled. None without token rewards."""
+    """float32 [T]: reward per token, 0 where none was sampled."""
 
     shaped: bool = False
-    """True: `rewards` are shares that sum to the episode's reward. False: each is the episode's reward."""
+    """True: `rewards` sum to the episode's reward. False: each is the episode's reward."""
 
     parent: int | None = None
-    """Index of the earlier sequence of the episode that this one forks from. None if it shares no prefix."""
+    """Index of the episode's earlier sequence that this one forks from."""
 
     fork: int = 0
-    """Number of leading tokens shared with that sequence, for shared-prefix training."""
+    """Number of leading tokens shared with it."""
 
     @property
     def policy_versions(self) -> frozenset[int]:
-        """Versions of all weights that sampled a part."""
         return frozenset(version for segment in self.segments for version in segment.call.policy_versions)
 
     @property
     def temperatures(self) -> FloatArray:
-        """float32 [T]: temperature of each sampled token; 1 where none was sampled."""
+        """float32 [T]: 1 where no token was sampled."""
         found = np.ones(len(self.tokens), dtype=np.float32)
         for segment in self.segments:
             found[segment.start : segment.end] = segment.call.temperature
@@ -99,18 +98,17 @@ class Rollout:
 
     @property
     def prompt_length(self) -> int:
-        """P: number of tokens before the first sampled one."""
+        """P: tokens before the first sampled one."""
         return self.segments[0].start
 
     @property
     def prompt_tokens(self) -> IntArray:
-        """int32 [P]: the first prompt."""
+        """int32 [P]"""
         return self.tokens[: self.prompt_length]
 
     @property
     def response_tokens(self) -> IntArray:
-        """int32 [R]: everything after the first prompt. `response_mask` marks sampled tokens,
-        `response_loss_mask` those that train."""
+        """int32 [R]: everything after the first prompt, of which `response_mask` was sampled."""
         return self.tokens[self.prompt_length :]
 
     @property
@@ -135,9 +133,9 @@ class Rollout:
 
     @property
     def returns(self) -> FloatArray:
-        """float32 [T]: return of each sampled token, 0 where none was sampled.
+        """float32 [T]: return of each sampled token, 0 elsewhere.
 
-        This is the episode's reward, or for shaped rewards their undiscounted sum from the token on. Raises
+        The episode's reward, or for shaped rewards their undiscounted sum from the token on. Raises
         ValueError without rewards.
         """
         if not self.shaped:
@@ -157,7 +155,7 @@ class Rollout:
         """Return a copy with its reward.
 
         A number (also a NumPy or torch scalar) is the reward of the episode and of every sampled token. A
-        sequence has a reward for each of the R response tokens, which sum to the episode's. Raises
+        sequence has a reward for each of the R response tokens; they sum to the episode's. Raises
         ValueError for a wrong length, a magnitude above 1e6 (`errors.MAX_REWARD`), or a reward on a token
         that was not sampled.
         """
@@ -191,7 +189,7 @@ class Rollout:
 
 
 def _as_numbers(reward: object) -> npt.NDArray[np.float64]:
-    # NumPy cannot convert a torch scalar that is on another device or has a gradient.
+    # NumPy cannot convert a torch scalar on another device or with a gradient.
     reward = getattr(reward, "tolist", lambda: reward)()
     try:
         numbers = np.asarray(reward)
@@ -209,18 +207,18 @@ class EpisodeRollouts:
     episode_uuid: str
     reward: float
     rollouts: tuple[Rollout, ...]
-    """A single sequence unless the history was edited."""
+    """One sequence, unless the history was edited."""
 
     calls: tuple[Call, ...] = ()
     metadata: dict[str, object] = field(default_factory=dict[str, object])
     call_rewards: dict[str, float] = field(default_factory=dict[str, float])
-    """Call id -> share of `reward` that this call earned. The last call earned the rest."""
+    """Call id -> its share of `reward`. The last call earned the rest."""
     scores: dict[str, float] = field(default_factory=dict[str, float])
-    """Scores that are compared instead of the reward (`AdvantageRule.weights`)."""
+    """Scores that replace the reward (`AdvantageRule.weights`)."""
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> EpisodeRollouts:
-        """Build an episode from rewarded sequences, such as those of an `InferenceContext`.
+        """Build an episode from rewarded sequences.
 
         Raises ValueError unless all have the same episode uuid and reward.
         """

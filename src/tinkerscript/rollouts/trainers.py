@@ -1,10 +1,10 @@
 """Rollouts in the formats of other trainers: Tinker, verl, TRL, SkyRL and AReaL.
 
-Each trainer has a table from its field names to the rollout's. If a format cannot hold something that a
-rollout has (`TRAITS`), its converter raises ConversionError with the trait's name, unless the caller
-accepts the loss (`allow`). A sequence that fails the alignment check is never converted.
+If a format cannot hold something that a rollout has (`TRAITS`), its converter raises ConversionError with
+the trait's name, unless the caller accepts the loss (`allow`). A sequence that fails the alignment check is
+never converted.
 
-numpy is enough to import this. Tinker's part needs tinker; `to_verl` and `to_areal` need torch.
+Needs only numpy, except Tinker's part (tinker), `to_verl` and `to_areal` (torch).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
 if TYPE_CHECKING:
     import tinker
 
-# What a format may be unable to hold. Only properties that affect the gradient are listed.
+# Properties that affect the gradient, and that a format may be unable to hold.
 TRAITS: Mapping[str, str] = {
     "several_sequences": "an episode of several sequences, whose reward must count once",
     "token_rewards": "token rewards that are shares of the episode's reward",
@@ -47,13 +47,11 @@ _TRAITS_OF_CALLS: Mapping[str, Callable[[Call], bool]] = {
     ),
 }
 
-# Errors for our own trainer that are only the traits `temperature` and `logprob_kind` for others.
+# For other trainers, these errors are the traits `temperature` and `logprob_kind`.
 _OTHER_TRAINERS_MAY = frozenset({"greedy", "raw_logprobs_at_temperature"})
 
 
 class _Row(NamedTuple):
-    """An episode, for formats with one row per episode."""
-
     group_id: str
     number: int
     episode: EpisodeRollouts
@@ -86,7 +84,7 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
         )
     if not np.isfinite(weighted.advantages).all():
         raise ConversionError(f"{form}: an advantage of episode {rollout.episode_uuid} is not finite")
-    # Advantages have absorbed token rewards, so these are not lost.
+    # Advantages include token rewards, so these are not lost.
     _refuse_traits(_traits(rollout), rollout.episode_uuid, form, {"token_rewards"}, allow)
     return to_training_datum(weighted)
 
@@ -94,7 +92,7 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
 def to_training_datum(weighted: WeightedRollout, **more: FloatArray) -> tinker.Datum:
     """Convert a rollout that passed the alignment check to a Datum for a policy-gradient loss.
 
-    `more`, here and below: further inputs of the loss by name, float32 [T] each.
+    `more`, here and below: further inputs of the loss, float32 [T] each.
     """
     rollout = weighted.rollout
     reference = rollout.logprobs if weighted.reference is None else weighted.reference
@@ -102,9 +100,9 @@ def to_training_datum(weighted: WeightedRollout, **more: FloatArray) -> tinker.D
 
 
 def to_scoring_datum(rollout: Rollout, **more: FloatArray) -> tinker.Datum:
-    """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on the tokens with loss.
+    """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on tokens with loss.
 
-    For logprobs from `forward`, and for supervised training on samples.
+    For `forward`, and for supervised training on samples.
     """
     return _datum(rollout, weights=rollout.loss_mask.astype(np.float32), **more)
 
@@ -138,9 +136,9 @@ def to_trl(groups: Sequence[RolloutGroup], *, allow: Collection[str] = ()) -> di
     """Convert groups of one size to what a `rollout_func` returns: parallel lists with an entry per
     episode.
 
-    TRL forms groups from `num_generations` consecutive rows. Rewards come from reward functions, which get
-    further fields by name: `reward_funcs=[lambda reward, **_: reward]`. TRL uses `logprobs` only to correct
-    for the sampler (`use_vllm` and `vllm_importance_sampling_correction`). Raises ConversionError.
+    TRL forms groups from `num_generations` consecutive rows. Its reward functions get further fields by
+    name: `reward_funcs=[lambda reward, **_: reward]`. It uses `logprobs` only with `use_vllm` and
+    `vllm_importance_sampling_correction`. Raises ConversionError.
     """
     sizes = sorted({len(group.episodes) for group in groups})
     if len(sizes) != 1:
@@ -175,11 +173,11 @@ def to_skyrl(
     """Convert a batch of B episodes to SkyRL's `GeneratorOutput`, a dictionary of lists [B].
 
     `rewards` are per episode, or per token [R] if any episode has token rewards or ends without loss.
-    `trajectory_id` is SkyRL's class `TrajectoryID`, called with the group's id and the episode's index;
-    SkyRL compares the rewards of rows with the same id. Raises ConversionError.
+    `trajectory_id` is SkyRL's class `TrajectoryID`, called with group id and episode index; SkyRL compares
+    rows with the same id. Raises ConversionError.
     """
     rows = _rows(batch.groups, "SkyRL's output", {"token_rewards"}, allow)
-    # SkyRL puts an episode's reward on its last token. Without loss there, some estimators would drop it.
+    # SkyRL puts an episode's reward on its last token, where some estimators drop it without loss.
     by_token = any(row.rollout.shaped or not row.rollout.loss_mask[-1] for row in rows)
     return {
         **_columns(SKYRL_FIELDS, rows),
@@ -206,14 +204,13 @@ def to_verl(
     response_length: int | None = None,
     allow: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Convert a batch of B episodes for `DataProto.from_single_dict`. P and R are the given lengths, or
-    the longest.
+    """Convert a batch of B episodes for `DataProto.from_single_dict`. P and R are the given lengths, or the
+    longest.
 
     Tensors: prompts int64 [B, P], left-padded; responses, response_mask int64 and rollout_log_probs,
     rm_scores float32 [B, R], right-padded; input_ids, attention_mask, position_ids int64 [B, P + R]. `uid`
-    is an object array [B] of the rows' groups, within which verl compares scores. `rm_scores` has the
-    episode's reward at the last token with loss, or each token's share. Raises ConversionError, also for a
-    prompt or response that is too long.
+    is an object array [B] of group ids. `rm_scores` has the episode's reward at the last token with loss,
+    or each token's share. Raises ConversionError, also for a prompt or response that is too long.
     """
     import torch  # noqa: PLC0415 (optional dependency)
 
@@ -259,16 +256,15 @@ AREAL_FIELDS: Fields = {
     "versions": lambda row: _versions(row.rollout),
 }
 
-AREAL_FILL: Mapping[str, int] = {"versions": -1}  # Padding other than 0; also for tokens not sampled.
+AREAL_FILL: Mapping[str, int] = {"versions": -1}  # Also for tokens not sampled.
 
 
 def to_areal(group: RolloutGroup, *, pad_token_id: int = 0, allow: Collection[str] = ()) -> dict[str, Any]:
     """Convert a group of G episodes to padded tensors [G, T], as an AReaL workflow returns them.
 
     input_ids, loss_mask, versions int32, logprobs float32 and attention_mask bool [G, T], unshifted;
-    rewards float32 [G]. A token's version is that of the weights that sampled it, or the older one if it is
-    unknown where they changed during a call. AReaL puts the reward on the last token and propagates it
-    through the mask, so that token must carry loss. Raises ConversionError.
+    rewards float32 [G]. A version is the oldest that may have sampled the token. AReaL propagates the
+    reward from the last token through the mask, so that token must carry loss. Raises ConversionError.
     """
     import torch  # noqa: PLC0415 (optional dependency)
 
@@ -315,7 +311,7 @@ def _rows(
                 traits.append("several_sequences")
             _refuse_traits(dict.fromkeys(traits), episode.episode_uuid, form, carried, allow)
             if len(episode.rollouts) != 1:
-                # Not even with `allow`: the reward belongs to a single row.
+                # Even with `allow`: the reward belongs to a single row.
                 raise ConversionError(
                     f"{form} has one row for an episode; episode {episode.episode_uuid} has "
                     f"{len(episode.rollouts)} sequences"
@@ -327,10 +323,7 @@ def _rows(
 
 
 def _reward_at_end(row: _Row) -> FloatArray:
-    """float32 [R]: the episode's reward at the last token with loss, or its tokens' shares.
-
-    A trainer that propagates rewards back through the mask would lose one at a token without loss.
-    """
+    """float32 [R]: the episode's reward at the last token with loss, or its tokens' shares."""
     if row.rollout.shaped:
         return row.rollout.token_rewards
     rewards = np.zeros(len(row.rollout.response_tokens), dtype=np.float32)
@@ -372,8 +365,7 @@ def refuse_episode_errors(episode: EpisodeRollouts, form: str) -> None:
 
 
 def refuse_errors(rollout: Rollout, prompts: Mapping[str, bytes], form: str) -> None:
-    """Raise ConversionError for a sequence that must not train. `prompts`: full prompts of its calls, as
-    far as known."""
+    """`prompts`: known full prompts of the rollout's calls."""
     errors = find_errors(rollout, vocabulary=2**31, prompts=prompts)
     errors = [error for error in errors if error not in _OTHER_TRAINERS_MAY]
     if errors:

@@ -1,4 +1,4 @@
-"""Assembles the server from a config and a run folder: book, ledger, link, gateway and routes.
+"""Assembles the server from a config and a run folder.
 
 `create_server` owns the order of construction, `InterchangeServer.run` the background tasks.
 """
@@ -61,32 +61,25 @@ SECRET_FILE = "server.secret"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterchangeServer:
-    """The assembled server: an ASGI app and the tasks behind it."""
-
     app: ASGIApp
     api: FastAPI
-    """The FastAPI app behind `app`, which documents all routes."""
-
     link: ServerLink
     interchange: Interchange
     trainer: TrainerMessageHandler
     engine: EngineRoutes
     sampler: LinkSampler
     remote_sampler: RemoteSampler | None
-    """Samples instead of the engine, if the config names an inference server."""
+    """Replaces the engine, if the config names an inference server."""
 
     outside: Sequence[OutsideServer]
-    """Servers that answer for roles."""
-
     gateways: GatewayProcesses | None
-    """Processes that answer model calls; None: this process does."""
+    """Processes that answer model calls; None: this one does."""
 
     @property
     def gateway_ports(self) -> tuple[int, ...]:
         return () if self.gateways is None else self.gateways.ports
 
     async def run(self) -> None:
-        """Run the background tasks until cancelled. Raises the first error of one."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.interchange.run())
             tasks.create_task(self.trainer.run())
@@ -95,11 +88,10 @@ class InterchangeServer:
                 tasks.create_task(self.gateways.run())
 
     async def until_end_is_known(self) -> None:
-        """Wait briefly until the clients of a finished run know that it is finished."""
         await self.interchange.run_end.known_to_all()
 
     def stop_waiting(self) -> None:
-        """Answer waiting requests and model calls, so that their connections can close."""
+        """So that connections can close."""
         self.interchange.close()
         self.sampler.close()
         if self.remote_sampler is not None:
@@ -129,10 +121,10 @@ async def create_server(
 ) -> InterchangeServer:
     """Assemble the server of a run folder, with the episodes in `ledger`. Binds nothing yet.
 
-    With `serve_model` the client token is the model's API key. `environ` has the tokens of
-    `interchange_server.clients`. `remote_sampler` samples instead of the trainer's engine; `outside`
-    answers for roles. `listeners` are the sockets of gateway processes; without any, this process answers
-    model calls. `epoch` is what `ledger.lead` returned. Raises ConfigError and StoreError.
+    `serve_model`: the client token is the model's API key. `environ`: tokens of
+    `interchange_server.clients`. `remote_sampler` replaces the trainer's engine; `outside` answers for
+    roles. `listeners`: sockets of gateway processes, if any. `epoch`: from `ledger.lead`. Raises
+    ConfigError and StoreError.
     """
     section, times, totals = config.interchange_server, times or LinkTimes(), totals or Totals()
     book = EpisodeBook(
@@ -252,8 +244,8 @@ def _create_app(
     app = FastAPI(
         title="TinkerScript interchange server",
         version=__version__,
-        openapi_url=None,  # `StatusRoutes` serves it, to clients only.
-        docs_url=None,  # FastAPI's page loads a script from another host, unlike the run's page.
+        openapi_url=None,
+        docs_url=None,  # FastAPI's page loads a script from another host.
         redoc_url=None,
         responses={"4XX": {"model": RefusalResponse, "description": "Refused; the body says why."}},
     )

@@ -1,8 +1,8 @@
 """The gateway's `ClaimBook`s: `LeasedClaims` for a run's episodes, `ServedModel` for a model that only
 serves.
 
-Invariant: only the claim that holds the lease calls the model. It does not expire during one of its calls,
-cannot exceed its limits of calls and tokens, and its calls are durably recorded before they are answered.
+Invariant: only the claim that holds the lease calls the model. It does not expire during a call or exceed
+its limits, and calls are recorded before they are answered.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def gateway_path(number: int) -> str:
 
 
 class ServedModel(ClaimBook):
-    """A model whose callers share one key and do not train. Calls are counted, not recorded. The latest
-    stored ones stay in memory, each for the key that made it.
+    """A model with one key for all callers, which does not train. Calls are counted, not recorded; the
+    latest stored ones stay in memory, each for its key.
 
     `token` is the key; None accepts any.
     """
@@ -49,7 +49,7 @@ class ServedModel(ClaimBook):
         self._metrics = metrics
         self._clock = clock
         self._kept: OrderedDict[tuple[str, str], tuple[float, Call]] = OrderedDict()
-        """(key digest, call id) -> time of last use and call, least recently used first."""
+        """(key digest, call id) -> last use and call, least recently used first."""
 
         self._kept_bytes = 0
 
@@ -102,10 +102,7 @@ class _Usage:
     tokens_in_flight: int = 0
     bytes_in_flight: int = 0
     began: deque[float] = field(default_factory=deque[float])
-    """Start times of the running calls, oldest first."""
-
     oldest_version: int | None = None
-    """Oldest policy version that sampled any of its calls; None before the first."""
 
     def add(self, call: Call) -> None:
         self.calls += 1
@@ -131,8 +128,8 @@ class LeasedClaims(ClaimBook):
         max_tokens: int,
         gateways: int = 0,
     ) -> None:
-        """`max_calls` and `max_tokens`: recorded choices and sampled tokens per claim. `gateways`: number
-        of processes that serve the claims; 0: this process does."""
+        """`max_calls`, `max_tokens`: recorded choices and sampled tokens per claim. `gateways`: number of
+        processes that serve claims; 0: this one does."""
         self._gateways = gateways
         self._book = book
         self._ledger = ledger
@@ -141,7 +138,7 @@ class LeasedClaims(ClaimBook):
         self._max_calls = max_calls
         self._max_tokens = max_tokens
         self._usages: dict[tuple[str, int], _Usage] = {}
-        """(episode uuid, attempt) -> usage, from `calls` until `forget`."""
+        """(episode uuid, attempt) -> usage, until `forget`."""
 
     def forget(self, episode_uuid: str, attempt: int) -> None:
         self._usages.pop((episode_uuid, attempt), None)
@@ -155,9 +152,9 @@ class LeasedClaims(ClaimBook):
         return self.reserve(claim, num_samples, max_tokens, num_bytes)
 
     def opened(self, key: str, *, gateway: int = 0) -> OpenClaim:
-        """Open a key for a gateway process; 0 is the server itself.
+        """`gateway` is the process that asks; 0 is the server itself.
 
-        Raises what `open` raises, and GatewayError 421 `wrong_gateway` for another process's claim.
+        Raises like `open`, and GatewayError 421 `wrong_gateway` for another process's claim.
         """
         claim = self._keys.opened_by(key)
         if claim is None:
@@ -168,7 +165,6 @@ class LeasedClaims(ClaimBook):
         return OpenClaim(episode.uuid, episode.attempt, episode.policy_version)
 
     def reserve(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
-        """Implements `begin`, without waiting."""
         episode = self._held(claim.episode_uuid, claim.attempt)
         usage = self._usages[claim.episode_uuid, claim.attempt]
         _check_bytes(usage, num_bytes)
@@ -182,7 +178,7 @@ class LeasedClaims(ClaimBook):
 
     def end(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> None:
         usage = self._usages.get((claim.episode_uuid, claim.attempt))
-        if usage is None:  # The claim is over.
+        if usage is None:
             return
         self._metrics.observe_call(time.monotonic() - usage.began.popleft())
         usage.calls_in_flight -= num_samples
@@ -193,7 +189,7 @@ class LeasedClaims(ClaimBook):
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
         episode = self._held(claim.episode_uuid, claim.attempt)
         usage = self._usages[claim.episode_uuid, claim.attempt]
-        for call in calls:  # The ledger commits them in one transaction.
+        for call in calls:
             self._ledger.put_call(episode.sequence, claim.attempt, call)
         await self._ledger.durable()
         self._held(claim.episode_uuid, claim.attempt)
@@ -208,12 +204,12 @@ class LeasedClaims(ClaimBook):
         return calls
 
     async def recorded(self, episode_uuid: str, attempt: int) -> list[Call]:
-        """Calls of a claim in the ledger, whether or not it holds its lease. Raises UnknownEpisodeError."""
+        """With or without lease. Raises UnknownEpisodeError."""
         (calls,) = await self._ledger.calls([(self._book.get(episode_uuid).sequence, attempt)])
         return calls
 
     async def oldest_version(self, episode: EpisodeRecord) -> int | None:
-        """Policy version of the oldest call of the episode's last claim; None before the first call."""
+        """Of the episode's last claim."""
         usage = self._usages.get((episode.uuid, episode.attempt))
         if usage is None:
             (calls,) = await self._ledger.calls([(episode.sequence, episode.attempt)])
@@ -221,7 +217,7 @@ class LeasedClaims(ClaimBook):
         return usage.oldest_version
 
     def _granted(self, usage: _Usage, number: int, max_tokens: int) -> int:
-        """`max_tokens`, or less if the claim has less left for each of `number` samples.
+        """Limit `max_tokens` to what the claim has left for each of `number` samples.
 
         Raises GatewayError 403 `claim_limit_exceeded`, or 429 while running calls have reserved the rest.
         """
@@ -249,7 +245,7 @@ class LeasedClaims(ClaimBook):
 
 
 def _check_bytes(usage: _Usage, number: int) -> None:
-    """Raise GatewayError: 403 if the claim may not record `number` more bytes, 429 if running calls may
+    """Raise GatewayError if the claim may not record `number` more bytes: 403, or 429 if running calls may
     need them."""
     limit = RECORDED_BYTES.limit
     if usage.bytes + number > limit:
@@ -271,7 +267,7 @@ def _refused(key: str, why: str) -> GatewayError:
 
 
 def _exceeded(limit: str) -> GatewayError:
-    # Not 429, because OpenAI's clients would retry it.
+    # OpenAI's clients would retry a 429.
     message = f"this claim has used its {limit}; end or abort the episode"
     return GatewayError(403, "claim_limit_exceeded", message)
 

@@ -1,13 +1,12 @@
-"""`Clients`: what each client did recently, which ones must slow down, and how much those with their own
+"""`Clients`: what each client did recently, which ones must slow down, and how much clients with their own
 token may hold. `RunEnd` tells them when the run is over.
 
-A broken client fails at once and claims again, so it would use up more episodes' attempts than any working
-client. After `MIN_FAILURES` failures in a row it gets one episode per second, and once the others' success
-rate cannot explain its failures it gets none for `QUARANTINE_S`. A client with its own token owns its
-claims as `NAME/CLIENT_UUID` and is also tracked as `NAME/`, so changing its uuid does not help it.
+A broken client fails at once and claims again, using up many episodes' attempts. After `MIN_FAILURES`
+failures in a row it gets one episode per second, and for `QUARANTINE_S` none, once the others' success rate
+cannot explain its failures. A client with its own token is `NAME/CLIENT_UUID`, and is also tracked as
+`NAME/`, so a new uuid does not help it.
 
-Invariant: if the task, the model or the weights fail for everyone, no client is quarantined. Such a run
-ends by itself (`NoSuccessError`).
+Invariant: if everyone fails, no client is quarantined. Such a run ends by itself (`NoSuccessError`).
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from tinkerscript.errors import QuotaError, UnauthorizedError
 from tinkerscript.protocol import TRAINER_POOL
 from tinkerscript.server.episodes.record import EpisodeRecord
 
-# Probability, at the others' success rate, below which a row of failures puts a client in quarantine.
+# A row of failures less likely than this, at the others' success rate, puts a client in quarantine.
 CHANCE = 1e-6
 MIN_FAILURES = 8
 PACE_S = 1.0
 QUARANTINE_S = 600.0
 
-MAX_CLIENTS = 10_000  # The most recently seen clients are remembered.
-MIN_AGE_S = 5.0  # Rates are measured over at least this long, or a client's first result would look fast.
+MAX_CLIENTS = 10_000
+MIN_AGE_S = 5.0  # Shorter periods would make a client's first result look fast.
 MESSAGE_CHARS = 300
-POLLING_S = 35.0  # A live worker is seen at least this often: its long polls last 30 s.
-SHUTDOWN_S = 2.5  # How long a stopping server waits for clients that do not know of the run's end yet.
+POLLING_S = 35.0  # A live worker's long polls last 30 s.
+SHUTDOWN_S = 2.5  # How long a stopping server waits for clients to learn of the run's end.
 
 
 class Pause(NamedTuple):
     reason: str
     is_refusal: bool
-    """Whether the client should give up (403) rather than ask again."""
+    """Whether the client should give up (403), not ask again."""
 
 
 @dataclass(slots=True)
@@ -52,11 +51,11 @@ class ClientRecord:
     ended: int = 0
     failed: int = 0
     failures: int = 0
-    """Failures since its last result. The next three fields concern these."""
+    """Since its last result. The next three fields concern these."""
 
     succeeded_before: int = 0
     failed_before: int = 0
-    """Attempts of all clients that had ended before the first of these failures."""
+    """Ended attempts of all clients before the first of these failures."""
 
     message: str = ""
     next_claim: float = -math.inf
@@ -74,39 +73,35 @@ class Clients:
     def __init__(
         self, clock: Callable[[], float], max_claims: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """`max_claims`: the limits of clients with their own token, by name."""
+        """`max_claims`: limits of clients with their own token, by name."""
         self._clock = clock
         self._max_claims = max_claims
         self._held: Counter[str] = Counter()
-        """Claims of each client with its own token."""
-
         self._waiting: Counter[tuple[str, str]] = Counter()
         self._records: OrderedDict[str, ClientRecord] = OrderedDict()
-        """In the order in which they were last seen."""
+        """Least recently seen first."""
 
         self._quarantined: dict[str, ClientRecord] = {}
-        """Clients that are or were in quarantine and have not succeeded since."""
+        """They have not succeeded since."""
 
         self._succeeded = self._failed = 0
         self.own_prefix = ""
-        """Prefix of the trainer's own workers, which are never quarantined: their failures are the run's."""
+        """The trainer's own workers, which are never quarantined: their failures are the run's."""
 
     def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Count the claims made before a restart."""
         claimed = (episode.client_uuid for episode in episodes if episode.state == "claimed")
         self._held.update(name for client in claimed if (name := self.account(client)))
 
     # Clients with tokens of their own
 
     def account(self, client: str) -> str:
-        """Name of the account (a client with its own token) that owns `client`, or empty."""
         name, slash, _ = client.partition("/")
         return name if slash and name in self._max_claims else ""
 
     def owner(self, client_uuid: str, account: str) -> str:
-        """Owner of the claims of a request. `account` is empty for the shared token.
+        """`account` is empty for the shared token.
 
-        Raises UnauthorizedError 403 for a name that belongs to another token.
+        Raises UnauthorizedError 403 for a name of another token.
         """
         if account:
             return f"{account}/{client_uuid}"
@@ -119,22 +114,18 @@ class Clients:
         return client_uuid
 
     def check_pool(self, account: str, pool: str) -> None:
-        """Raise UnauthorizedError 403 for a pool that is neither the trainer's nor the account's own."""
+        """Raise UnauthorizedError 403 for a pool of neither the trainer nor the account."""
         if account and pool not in (TRAINER_POOL, account):
             raise UnauthorizedError(
                 403, f"client {account!r} may use the trainer's pool and its own, not {pool!r}"
             )
 
     def free_claims(self, client: str) -> float:
-        """Claims that the client's token still allows; infinity for the shared token."""
         name = self.account(client)
         return max(0, self._max_claims[name] - self._held[name]) if name else math.inf
 
     def check_waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> None:
-        """Raise QuotaError if the client's token allows no more waiting requests.
-
-        Each takes a connection, and one for an episode may become a claim.
-        """
+        """Raise QuotaError if the client's token allows no more waiting requests."""
         name = self.account(client)
         held = self._held[name] if what == "an episode" else 0
         if name and held + self._waiting[name, what] >= self._max_claims[name]:
@@ -145,7 +136,7 @@ class Clients:
 
     @contextmanager
     def waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> Generator[None]:
-        """Count a request while it waits. Raises QuotaError."""
+        """Raises QuotaError if the client waits too often."""
         self.check_waiting(client, what)
         key = self.account(client), what
         self._waiting[key] += 1
@@ -189,7 +180,7 @@ class Clients:
                 self._quarantined.pop(name, None)
 
     def failed(self, client: str, message: str) -> list[str]:
-        """Note that an attempt failed. Returns the names that this puts in quarantine."""
+        """Return the names that this failure puts in quarantine."""
         now, caught = self._clock(), list[str]()
         for name in self._names_of(client):
             record = self.seen(name)
@@ -212,21 +203,19 @@ class Clients:
         return caught
 
     def _is_no_accident(self, record: ClientRecord) -> bool:
-        """Whether the others' success rate since the first failure fails to explain the failures."""
         succeeded = self._succeeded - record.succeeded_before
         failed = self._failed - record.failed_before - (record.failures - 1)
         rate = succeeded / (succeeded + failed + 1)
         return record.failures >= MIN_FAILURES and (1 - rate) ** record.failures < CHANCE
 
     def stop(self, name: str) -> None:
-        """Give the client no more episodes until the server restarts. `NAME/` stops all of an account."""
+        """Stop a client until a restart. `NAME/` stops an account."""
         record = self._quarantined[name] = self.seen(name)
         record.quarantined_until = math.inf
 
     # What follows from it
 
     def pause(self, client: str) -> Pause | None:
-        """Why the client gets no episode now; None if it may have one."""
         now = self._clock()
         for name, record in self._known(client).items():
             if record.quarantined_until > now:
@@ -240,11 +229,9 @@ class Clients:
         return None
 
     def is_paced(self, client: str) -> bool:
-        """Whether the client gets only one episode at a time."""
         return any(record.failures >= MIN_FAILURES for record in self._known(client).values())
 
     def quarantined(self) -> dict[str, str]:
-        """Name -> why it gets no episodes."""
         now = self._clock()
         return {name: each.why for name, each in self._quarantined.items() if each.quarantined_until > now}
 
@@ -256,11 +243,10 @@ class Clients:
         return (name for name, record in self._records.items() if record.last_seen >= oldest)
 
     def record(self, name: str) -> ClientRecord | None:
-        """None for a client that is not remembered."""
         return self._records.get(name)
 
     def per_minute(self, record: ClientRecord) -> float:
-        """Attempts that ended per minute since the client was first seen."""
+        """Ended attempts per minute since the client was first seen."""
         age_s = max(MIN_AGE_S, self._clock() - record.first_seen)
         return (record.ended + record.failed) * 60 / age_s
 
@@ -277,11 +263,7 @@ class Clients:
 
 
 class RunEnd:
-    """Whether the run is finished, and which clients do not know that yet.
-
-    A client that waits for the end or for an episode learns it at once. A stopping server waits briefly
-    until every recently seen client has learned it.
-    """
+    """Whether the run is finished, and which clients do not know it yet."""
 
     def __init__(self, clients: Clients, *, shutdown_s: float = SHUTDOWN_S) -> None:
         self._clients = clients
@@ -299,7 +281,7 @@ class RunEnd:
             self._wake()
 
     def close(self) -> None:
-        """Wake everyone who waits, because the server shuts down."""
+        """Wake everyone for the server's shutdown."""
         self._closing = True
         self._wake()
 
@@ -309,7 +291,7 @@ class RunEnd:
             self._wake()
 
     async def wait(self, client: str, wait_s: float) -> bool:
-        """Wait up to `wait_s` seconds for the run's end. Returns whether it is finished."""
+        """Return whether the run is finished, after at most `wait_s` seconds."""
         self._clients.seen(client)
         try:
             async with asyncio.timeout(wait_s):
@@ -322,7 +304,7 @@ class RunEnd:
         return self.is_here
 
     async def known_to_all(self) -> None:
-        """If the run is finished, wait up to `shutdown_s` seconds until every client knows."""
+        """Wait at most `shutdown_s` seconds until every client knows."""
         try:
             async with asyncio.timeout(self._shutdown_s):
                 while self.is_here and self._unaware:
@@ -331,12 +313,11 @@ class RunEnd:
             return
 
     def _wake(self) -> None:
-        # Later waiters get a new event, because they wait for the next change.
+        # Later waiters wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 def _printable(message: str) -> str:
-    """A client's text as one short line."""
     text = "".join(char if char.isprintable() else " " for char in message[: 2 * MESSAGE_CHARS])
     return " ".join(text.split())[:MESSAGE_CHARS]

@@ -1,10 +1,9 @@
 """Messages between the server and a gateway process, over a Unix socket pair.
 
-In the process, `RemoteClaims` asks about claims; in the server, `ClaimService` answers. A frame is its
-length (4 bytes, big-endian) and a msgpack list of the messages of one event-loop iteration. Invariants:
-messages arrive once and in order, or the channel closes and the process ends. A call counts as recorded
-once the ledger has it. A process's running calls end with it, so a claim of a dead process expires like any
-other.
+`RemoteClaims`, in the process, asks about claims; `ClaimService`, in the server, answers. A frame is its
+length (4 bytes, big-endian) and a msgpack list of one event-loop iteration's messages. Invariants: messages
+arrive once and in order, or the channel closes and the process ends. A process's running calls end with it,
+so its claims expire like any other.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Ready(Tagged, frozen=True):
 
 
 class AskOpen(Tagged, frozen=True):
-    """Like every `Ask*`, answered by an `Answer` or an `AskRefused`."""
+    """Every `Ask*` gets an `Answer` or an `AskRefused`."""
 
     ask_id: int
     key: str
@@ -55,8 +54,6 @@ class AskBegin(Tagged, frozen=True):
 
 
 class CallOver(Tagged, frozen=True):
-    """The call of an `AskBegin` is over, or was never made."""
-
     ask_id: int
 
 
@@ -79,11 +76,7 @@ FromGateway = Ready | Ask | CallOver | Sample | CancelSample
 
 
 class Setup(Tagged, frozen=True):
-    """The first message."""
-
     config: bytes
-    """`RunConfig` as JSON."""
-
     any_host: bool
     """See `asgi.problem_with_site`."""
 
@@ -91,13 +84,8 @@ class Setup(Tagged, frozen=True):
 class Answer(Tagged, frozen=True):
     ask_id: int
     claim: OpenClaim | None = None
-    """For `AskOpen`."""
-
     max_tokens: int = 0
-    """For `AskBegin`."""
-
     calls: Sequence[Call] = ()
-    """For `AskCalls`."""
 
 
 class AskRefused(Tagged, frozen=True):
@@ -127,7 +115,7 @@ class Channel(asyncio.Protocol):
     def __init__(
         self, kind: Any, handle: Callable[[Any], None], closed: Callable[[], None] = lambda: None
     ) -> None:
-        """`kind`: `FromGateway` or `ToGateway`, the messages for `handle`. `closed` is called at the end."""
+        """`kind` is `FromGateway` or `ToGateway`. `closed` is called at the end."""
         self.connected = False
         self._decode = msgspec.msgpack.Decoder(list[kind]).decode
         self._handle = handle
@@ -137,7 +125,7 @@ class Channel(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass.
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is not a subclass.
         self.connected = True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -159,7 +147,7 @@ class Channel(asyncio.Protocol):
         del self._buffer[:start]
 
     def send(self, message: Tagged) -> None:
-        """Send with the other messages of this event-loop iteration. Does nothing on a closed channel."""
+        """Send together with this event-loop iteration's other messages."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
@@ -177,16 +165,13 @@ class Channel(asyncio.Protocol):
 
 
 class RemoteClaims(ClaimBook):
-    """The process's end, which asks the server."""
-
     def __init__(self, send: Callable[[Tagged], None]) -> None:
-        """`send` sends to the server, whose answers go to `answered`."""
+        """`send` sends to the server, which answers to `answered`."""
         self._send = send
         self._ids = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._begun: dict[tuple[OpenClaim, int, int, int], list[int]] = {}
-        """(claim, samples, tokens per sample, bytes) -> ids of the running `AskBegin`s that were granted
-        these."""
+        """(claim, samples, tokens per sample, bytes) -> ids of running `AskBegin`s."""
 
     async def open(self, key: str) -> OpenClaim:
         answer = await self._ask(AskOpen(ask_id=next(self._ids), key=key))
@@ -231,7 +216,7 @@ class RemoteClaims(ClaimBook):
             del self._asked[ask.ask_id]
 
     def answered(self, answer: Answer | AskRefused) -> None:
-        """Deliver an answer of the server, unless its caller is gone."""
+        """Deliver an answer, unless the caller is gone."""
         asked = self._asked.get(answer.ask_id)
         if asked is None or asked.done():
             return
@@ -242,8 +227,6 @@ class RemoteClaims(ClaimBook):
 
 
 class ClaimService:
-    """The server's end, which answers one process for its lifetime."""
-
     def __init__(
         self,
         number: int,
@@ -253,15 +236,13 @@ class ClaimService:
         send: Callable[[Tagged], None],
         ready: Callable[[], None],
     ) -> None:
-        """`send` sends to the process. `ready` is called when the process accepts connections."""
+        """`ready` is called when the process accepts connections."""
         self._number = number
         self._claims = claims
         self._samples = SampleService(sampler.sample, send, relays=True)
         self._send = send
         self._ready = ready
         self._begun: dict[int, tuple[AskBegin, int]] = {}
-        """Ask id -> the request, and the tokens granted."""
-
         self._tasks = set[asyncio.Task[None]]()
 
     def take(self, message: FromGateway) -> None:
@@ -285,7 +266,7 @@ class ClaimService:
                 self._ready()
 
     async def close(self) -> None:
-        """Clean up after the process: end its running calls, and finish recording what it sent."""
+        """End the process's running calls, and finish recording."""
         for ask_id in list(self._begun):
             self._end(ask_id)
         await self._samples.close()

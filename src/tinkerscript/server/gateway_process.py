@@ -1,7 +1,7 @@
 """A gateway process (`tinkerscript gateway`), which the server starts.
 
-It answers the model calls of its claims on its own port, and holds their conversations. Everything it knows
-is also in the server's ledger, so it can die at any time.
+It answers its claims' model calls on its own port, and holds their conversations. The server's ledger has
+everything that it knows, so it can die at any time.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ from tinkerscript.trainer_link.remote_sampling import LinkSampler
 
 
 def run_gateway(number: int, *, channel: int, listener: int) -> None:
-    """Serve until the server stops it or exits. `channel` and `listener` are file descriptors: the socket
-    pair's end, and the socket for model calls.
+    """Serve until stopped. Raises ConfigError.
 
-    Raises ConfigError.
+    `channel` and `listener` are file descriptors: the socket pair's end, and the socket for model calls.
     """
     sockets = socket.socket(fileno=channel), socket.socket(fileno=listener)
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
@@ -66,7 +65,7 @@ class GatewayProcess:
         self._claims = RemoteClaims(self._channel.send)
 
     async def run(self, channel: socket.socket, listener: socket.socket) -> None:
-        """Serve until stopped. Raises ConfigError for an unusable config or inference server."""
+        """Raises ConfigError for an unusable config or inference server."""
         loop = asyncio.get_running_loop()
         self._setup = loop.create_future()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
@@ -119,7 +118,7 @@ class GatewayProcess:
             case Answer() | AskRefused():
                 self._claims.answered(message)
             case ForgetClaim():
-                if self._gateway is not None:  # Later, because earlier answers wake their waiters first.
+                if self._gateway is not None:  # Earlier answers must wake their waiters first.
                     loop = asyncio.get_running_loop()
                     loop.call_soon(self._gateway.forget, message.episode_uuid, message.attempt)
             case StopServing():
@@ -142,7 +141,7 @@ class GatewayProcess:
 
 
 def _traced(app: ASGIApp) -> ASGIApp:
-    """Wrap `app` so that each request runs under the trace span that it names."""
+    """Make each request run under the trace span that it names."""
     if not tracing.is_on():
         return app
 

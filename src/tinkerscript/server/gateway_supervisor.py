@@ -1,8 +1,7 @@
 """`GatewayProcesses`: starts, restarts and stops the server's gateway processes.
 
-Invariants: the server's secret decides which process owns a claim. A process's port stays open while the
-process restarts, so calls wait for it; if it does not start, they are refused with the reason. No process
-outlives the server.
+Invariants: the server's secret decides which process owns a claim. A process's port stays open during a
+restart, so calls wait. No process outlives the server.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from tinkerscript.server.gateway_channel import (
 )
 from tinkerscript.server.metrics import ServerMetrics
 
-# Pause before a restart. It doubles each time that the process ended without serving.
+# Doubles each time that the process ended without serving.
 RESTART_PAUSE_S = 0.1
 MAX_PAUSE_S = 10.0
 
@@ -47,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 
 class GatewayChild:
-    """A gateway process, restarted whenever it ends."""
-
     def __init__(
         self,
         number: int,
@@ -61,7 +58,7 @@ class GatewayChild:
         any_host: bool,
         count_restart: Callable[[], None],
     ) -> None:
-        """`listener` accepts its calls, and is closed by the caller."""
+        """The caller closes `listener`."""
         self._number = number
         self._setup = Setup(config=config.model_dump_json().encode(), any_host=any_host)
         self._section = config.interchange_server
@@ -78,7 +75,6 @@ class GatewayChild:
             self._channel.send(ForgetClaim(episode_uuid=episode_uuid, attempt=attempt))
 
     def stop(self) -> None:
-        """Let it finish its requests and exit."""
         self._closing = True
         if self._channel is not None:
             self._channel.send(StopServing())
@@ -89,7 +85,7 @@ class GatewayChild:
         while not self._closing:
             try:
                 served, how = await self._run_once()
-            except OSError as error:  # The process limit, or too many open files.
+            except OSError as error:  # Too many processes or open files.
                 served, how = False, str(error)
             if self._closing:
                 return
@@ -114,10 +110,10 @@ class GatewayChild:
             await asyncio.sleep(seconds)
         finally:
             http.should_exit = True
-            await asyncio.shield(serving)  # If cancelled, it would leave its sockets open.
+            await asyncio.shield(serving)  # If cancelled, it would leave sockets open.
 
     async def _run_once(self) -> tuple[bool, str]:
-        """Run it until it ends. Returns whether it served, and how it ended."""
+        """Return whether it served, and how it ended."""
         began, served = time.monotonic(), False
         ours, theirs = socket.socketpair()
 
@@ -163,7 +159,7 @@ class GatewayChild:
 
 
 class GatewayProcesses:
-    """All gateway processes of a server. `run` owns them."""
+    """`run` owns the processes."""
 
     def __init__(
         self,
@@ -176,8 +172,8 @@ class GatewayProcesses:
         metrics: ServerMetrics,
         any_host: bool,
     ) -> None:
-        """`listeners`: one per process. `environ`: set for the server besides its own environment.
-        `any_host`: see `asgi.problem_with_site`."""
+        """`listeners`: one per process. `environ`: added to the server's environment. `any_host`: see
+        `asgi.problem_with_site`."""
         outside = {role.api_key_env for role in config.roles.values() if role.kind == "outside"}
         not_theirs = {*TOKEN_VARIABLES, *config.key_variables} - outside
         inherited = {name: value for name, value in (os.environ | environ).items() if name not in not_theirs}
@@ -214,7 +210,6 @@ class GatewayProcesses:
             child.stop()
 
     async def ended(self) -> None:
-        """Return when `run` has ended, or after the time that open requests get."""
         try:
             async with asyncio.timeout(2 * GRACE_S):
                 await self._ended.wait()
@@ -223,8 +218,6 @@ class GatewayProcesses:
 
 
 class GatewayPaths:
-    """ASGI middleware that refuses calls for a gateway process, and names the right port."""
-
     def __init__(self, app: ASGIApp, *, ports: Sequence[int], refusals: Refusals) -> None:
         self._app = app
         self._ports = ports

@@ -1,8 +1,6 @@
 """`Interchange`: hands out episodes, and commits every change of the book before anyone hears of it.
 
-Invariant: the book changes, the ledger commits, and only then is the change answered or an outcome sent to
-the trainer. Code that changes the book calls `settle` without an await in between, and answers after
-`commit`.
+Code that changes the book calls `settle` without an await in between, and answers after `commit`.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.tracing import claim_over, is_on
 from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
 
-ROLLING: EngineStatus = "ENGINE.ROLLING"  # Episodes are handed out only in this status.
+ROLLING: EngineStatus = "ENGINE.ROLLING"  # The only status in which episodes are handed out.
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +63,7 @@ logger = logging.getLogger(__name__)
 class EngineState:
     status: EngineStatus = "ENGINE.OFFLINE"
     without_trainer: EngineStatus = "ENGINE.OFFLINE"
-    """Status while no trainer is connected. ROLLING if an inference server samples instead."""
+    """Status while no trainer is connected. ROLLING if an inference server samples."""
 
     policy_version: int = 0
     global_step: int = 0
@@ -73,18 +71,15 @@ class EngineState:
     run_finished: bool = False
     failure: str = ""
     usable_versions: frozenset[int] | None = None
-    """Policy versions that may still train; None: the trainer has no such rule."""
+    """None: all may train."""
 
     client_samples: bool = True
-    """Whether samples that clients register may train."""
-
     batch: BatchProgress | None = None
     booting: bool = False
-    """Whether a trainer was started and has not reported yet."""
 
 
 class Interchange:
-    """The book with its ledger and its waiting clients. `run` owns the lease timer."""
+    """`run` owns the lease timer."""
 
     def __init__(
         self,
@@ -98,19 +93,15 @@ class Interchange:
         totals: Totals | None = None,
         keeps_failed_calls: bool = False,
     ) -> None:
-        """Each of `forget` is called with the uuid and attempt of every closed claim.
+        """Each of `forget` gets the uuid and attempt of every closed claim.
 
-        With `keeps_failed_calls`, calls of claims that do not count stay in the ledger.
+        `keeps_failed_calls`: calls of claims that do not count stay in the ledger.
         """
         self.book = book
         self.engine = EngineState()
         self.on_ended: Callable[[list[int]], None] = lambda numbers: None
-        """Gets the end numbers of episodes, in order, once their outcomes are committed."""
-
         self.committed_end = 0
         self._last_end = 0
-        """Last end number given to the ledger."""
-
         self._ledger = ledger
         self._metrics = metrics
         self._forget = tuple(forget)
@@ -121,7 +112,6 @@ class Interchange:
         self._keeps_failed_calls = keeps_failed_calls
         self._long_polls = LongPollQueue()
         self._polling: Counter[str] = Counter()
-        """Client -> number of its waiting claim requests."""
         engine = self.engine
         metrics.watch("waiting_clients", "Clients in long polls.", lambda: len(self._long_polls))
         metrics.watch("policy_version", "Version of the newest weights.", lambda: engine.policy_version)
@@ -129,15 +119,12 @@ class Interchange:
         metrics.watch("rolling", "Whether episodes are handed out.", lambda: engine.status == ROLLING)
         metrics.watch("run_finished", "Whether the run is finished.", lambda: engine.run_finished)
         self._pools_ahead: frozenset[str] = frozenset()
-        """Clients' pools that are too far ahead of the trainer to get more claims."""
-
         self._status_changed = asyncio.Event()
         self._earlier_deadline = asyncio.Event()
         self._next_expiry: float | None = None
         self._closing = False
 
     async def restore(self) -> None:
-        """Fill the book from the ledger. Raises StoreError."""
         stored = await read_episodes(self._ledger, kept=self.book.kept)
         self.book.restore(stored)
         self.clients.restore(self.book)
@@ -147,20 +134,20 @@ class Interchange:
         )
 
     async def recall(self, uuids: Iterable[str]) -> None:
-        """Load into the book those episodes that only the ledger has. Raises StoreError."""
+        """Load episodes that only the ledger has. Raises StoreError."""
         missing = [uuid for uuid in uuids if uuid not in self.book and _is_text(uuid)]
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
             await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
 
     async def empty(self, uuids: Sequence[str]) -> set[str]:
-        """`EpisodeBook.empty`, also for episodes that only the ledger has. Raises StoreError."""
+        """Empty episodes, also ones that only the ledger has. Raises StoreError."""
         await self.recall(uuids)
         return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
-        """Load into the book what a resumption after `step` may change: episodes that later steps planned or
-        used (`used`: their sequences), and the rest of unfinished groups. Raises StoreError."""
+        """Load episodes that steps after `step` planned or used (sequences in `used`), and the rest of
+        unfinished groups. Raises StoreError."""
         await self._recall("step > ?", step)
         begun = "SELECT group_id FROM {s}episodes WHERE consumed = 0 AND step > 0 AND episode_type = 'train'"
         await self._recall(f"group_id IN ({begun})")
@@ -176,7 +163,7 @@ class Interchange:
             self.book.recall(await _with_attempts(self._ledger, rows[start : start + PAGE]))
 
     async def run(self) -> None:
-        """Expire leases until cancelled. Raises StoreError as soon as a commit fails."""
+        """Expire leases. Raises StoreError when a commit fails."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire_leases())
             tasks.create_task(self._ledger.failed())
@@ -187,7 +174,7 @@ class Interchange:
 
     @property
     def idle_clients(self) -> int:
-        """Clients that wait and hold no claim. A busy worker also waits, for more."""
+        """Clients that wait and hold no claim. Busy workers also wait, for more."""
         return sum(not self.book.claims_held(name) for name in self._polling)
 
     @contextmanager
@@ -201,7 +188,6 @@ class Interchange:
                 del self._polling[client]
 
     def close(self) -> None:
-        """Answer all waiting requests, because the server shuts down."""
         self._closing = True
         self._long_polls.notify_all()
         self.run_end.close()
@@ -209,7 +195,7 @@ class Interchange:
     # Commit ordering
 
     def settle(self) -> None:
-        """Write the book's changes to the ledger, and notify everyone they concern."""
+        """Write the book's changes to the ledger, and notify whom they concern."""
         changes = self.book.take_changes()
         changed = [*changes.added.values(), *changes.saved.values()]
         self._ledger.note(rows_of(changes))
@@ -248,7 +234,6 @@ class Interchange:
                     self._long_polls.notify(episode.pool, episode.episode_type)
 
     def _announce(self, changed: list[EpisodeRecord]) -> None:
-        """Report ended episodes once they are committed."""
         numbers = sorted(
             each.end_number
             for each in changed
@@ -263,21 +248,21 @@ class Interchange:
         self.on_ended(numbers)
 
     async def commit(self) -> None:
-        """Settle, and return once all changes so far are committed. Raises StoreError."""
+        """Return once all changes so far are committed. Raises StoreError."""
         self.settle()
         await self._ledger.durable()
 
     def when_committed(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once all settled changes are committed, and never before this call returns."""
+        """Run `callback` once all settled changes are committed, never before this call returns."""
         self._ledger.after_commit(callback)
 
     # Claims
 
     async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
-        """Claim episodes. Returns the `fail_cause` if there are none within `request.wait_s`.
+        """Claim episodes, or return the `fail_cause` after `request.wait_s`.
 
-        A request whose `claim_request_id` was already answered gets the same claims again. Raises
-        QuotaError if the client waits too often already, and UnauthorizedError 403 in quarantine.
+        A repeated `claim_request_id` gets the same claims. Raises QuotaError if the client waits too often,
+        and UnauthorizedError 403 in quarantine.
         """
         self.clients.seen(request.client_uuid)
         until = self._clock() + request.wait_s
@@ -310,10 +295,8 @@ class Interchange:
                 wakeup, until = None, self._clock()
 
     def withdraw(self, request: ClaimEpisodeRequest, claims: list[Claim]) -> None:
-        """Take back the claims of a client that disconnected before the reply.
-
-        With a request id the client keeps them, because it will repeat the request.
-        """
+        """Take back claims after a disconnect. With a request id the client keeps them, and repeats its
+        request."""
         if request.claim_request_id:
             return
         failure = Failure(kind=CLIENT_GONE, message="the client hung up before the reply")
@@ -325,7 +308,7 @@ class Interchange:
         self.settle()
 
     def stop_client(self, client: str) -> None:
-        """Requeue the client's episodes and give it no more. `NAME/` stops all programs of an account."""
+        """Requeue the client's episodes and give it no more. `NAME/` stops an account."""
         self.clients.stop(client)
         for name in self.book.claims_by_client(client) if client.endswith("/") else (client,):
             self.book.release_client(name, "an operator has stopped the client", kind=CLIENT_STOPPED)
@@ -358,7 +341,7 @@ class Interchange:
 
     @property
     def why_over(self) -> str:
-        """Why there will be no more episodes; empty while there may be some."""
+        """Empty while there may be more episodes."""
         if not self.engine.run_finished:
             return ""
         return f"The run has failed: {self.engine.failure}" if self.engine.failure else RUN_FINISHED
@@ -408,7 +391,6 @@ class Interchange:
 
     @property
     def _trains_too_late(self) -> bool:
-        """Whether the current policy's samples would be too old by the time they train."""
         usable = self.engine.usable_versions
         return usable is not None and self.engine.policy_version not in usable
 
@@ -454,7 +436,7 @@ class Interchange:
         return NO_EPISODES
 
     def register(self, new: NewEpisode, *, limited: bool = False) -> None:
-        """Add an episode and its copies, all or none. With `limited`, the pool's quota applies.
+        """Register all copies or none. `limited`: the pool's quota applies.
 
         Raises ValueError for an invalid episode, ConflictError for a known uuid with other content, and
         QuotaError.
@@ -498,7 +480,7 @@ class Interchange:
     # The engine
 
     def sample_without_trainer(self, model: str) -> None:
-        """Hand out episodes even without a trainer, because an inference server samples."""
+        """Hand out episodes without a trainer: an inference server samples."""
         self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)
@@ -508,14 +490,14 @@ class Interchange:
         return self.engine.client_samples
 
     def trainer_starts(self) -> None:
-        """Note that a trainer was started. It boots until it reports or ends."""
+        """Note that a trainer boots, until it reports or ends."""
         self.engine.booting = True
         self.engine.run_finished, self.engine.failure = False, ""
         self.run_end.set(False)
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
-        """Note that no trainer is connected: it is silent, or it ended with `failure`."""
+        """Note that the trainer is silent, or ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
@@ -527,7 +509,7 @@ class Interchange:
     def trainer_says(self, hello: Hello) -> None:
         engine = self.engine
         if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
-            return  # A late message of the previous trainer.
+            return
         engine.booting = False
         self.clients.own_prefix = own_clients(hello.trainer_id)
         too_late, ahead = self._trains_too_late, self._pools_ahead
@@ -549,7 +531,7 @@ class Interchange:
         self.set_status(hello.engine_status)
 
     def set_status(self, status: EngineStatus) -> None:
-        """Set the engine's status. Claims wait unless it is ROLLING."""
+        """Claims wait unless the status is ROLLING."""
         if status != self.engine.status:
             logger.info("engine.status from=%s to=%s", self.engine.status, status)
             self.engine.status = status
@@ -565,7 +547,7 @@ class Interchange:
     # Leases
 
     async def _expire_leases(self) -> None:
-        """Close expired claims at each deadline. Wakes up if an earlier deadline appears."""
+        """Wake up at each deadline, or earlier if a new one appears."""
         while True:
             self._earlier_deadline.clear()
             self._next_expiry = self.book.leases.next_deadline()
@@ -577,7 +559,6 @@ class Interchange:
                 self.expire()
 
     def expire(self) -> None:
-        """Close the expired claims. `run` calls this at each deadline."""
         expired = self.book.expire()
         for episode in expired:
             with about(episode=episode.uuid, attempt=episode.attempt, client=episode.client_uuid):
@@ -586,7 +567,7 @@ class Interchange:
         self.settle()
 
 
-# Episodes to read at once. The pause between two pages lets a database lease be renewed.
+# Between two pages, a database lease can be renewed.
 PAGE = 5000
 
 
@@ -602,7 +583,7 @@ WHERE sequence > ? AND (consumed = 0 OR end_number > ?
 
 
 async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
-    """Load what a book holds: open episodes, and the last `kept` consumed ones without payload and result."""
+    """Read open episodes, and the last `kept` consumed ones without payload and result."""
     ((last_sequence, last_end),) = await ledger.read(
         "SELECT (SELECT coalesce(max(sequence), 0) FROM {s}episodes), "
         "(SELECT coalesce(max(end_number), 0) FROM {s}episodes)"
@@ -623,7 +604,7 @@ async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
 async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[EpisodeRecord]:
     among = f"({', '.join(str(row.sequence) for row in page)})"
     attempts: dict[int, list[AttemptRow]] = {}
-    # Attempt 0, which ended an episode that no client held, is the last failure.
+    # Attempt 0 is the last failure: it ended an episode that no client held.
     last = "CASE WHEN attempt = 0 THEN 1 ELSE 0 END"
     in_order = f"WHERE episode IN {among} ORDER BY episode, {last}, attempt"
     for attempt in await ledger.rows(AttemptRow, in_order):
@@ -653,7 +634,7 @@ async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[Episode
 
 
 def _is_text(text: str) -> bool:
-    """False for lone surrogates, which JSON can hold and no database can."""
+    """False for lone surrogates, which JSON can hold and databases cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

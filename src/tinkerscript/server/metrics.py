@@ -1,8 +1,7 @@
-"""The server's metrics, in its own Prometheus registry, together with those of the run's other processes.
+"""The server's metrics, in its own Prometheus registry, with those of the run's other processes.
 
-Invariant: counts of episodes are read from the book at each scrape, so they are right after a restart;
-other counters restart at 0. The number of series depends on the config and the number of pools, never on
-what clients send.
+Episodes are counted in the book at each scrape, so counts survive a restart; other counters begin at 0. The
+number of series never depends on what clients send.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class ServerMetrics:
         return Counter(f"tinkerscript_{name}", text, registry=self._registry)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Export a number, read at each scrape."""
         Gauge(f"tinkerscript_{name}", text, registry=self._registry).set_function(value)
 
     def count_claim(self) -> None:
@@ -86,10 +84,10 @@ class ServerMetrics:
         self._link_drops.labels(reason).inc()
 
     def add_trainers(self, text: bytes) -> bool:
-        """Take over the trainer's metrics. Returns False if they are malformed or not the trainer's."""
+        """Returns False for malformed or foreign metrics."""
         try:
             names = [family.name for family in text_string_to_metric_families(text.decode())]
-        except (ValueError, KeyError, IndexError):  # All of which the parser raises for malformed text.
+        except (ValueError, KeyError, IndexError):
             return False
         if len(text) > MAX_TRAINERS_BYTES or not all(name.startswith(TRAINERS) for name in names):
             return False
@@ -110,11 +108,11 @@ class _Reported:
 
 
 class WorkerReports(Collector):
-    """Sums over what workers report. Series per worker would multiply with every restart."""
+    """Sums over workers. Series per worker would multiply with every restart."""
 
     MAX_WORKERS = 10_000
     FRESH_S = 45.0
-    """Live workers report again within this time."""
+    """Live workers report more often."""
 
     OUTCOMES = ("ended", "failed", "lost", "handed_back")
 
@@ -125,7 +123,7 @@ class WorkerReports(Collector):
         self._cpu_s = 0.0
 
     def add(self, client_uuid: str, report: WorkerReport) -> None:
-        """Add a report. Counts grow as long as it is the same process."""
+        """Counts add up within one process."""
         known = self._last.pop(client_uuid, None)
         before = known.report if known and known.report.process == report.process else None
         before = before or WorkerReport(process="")

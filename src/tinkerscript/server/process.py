@@ -1,10 +1,10 @@
 """The server as a process: one run folder, one HTTP socket, one link, graceful shutdown.
 
-Errors that a user can fix (model, tokens, port) are found before the app is imported, which takes seconds.
+Errors that a user can fix are found before the app is imported, which takes seconds.
 
 Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
 is written once its addresses accept connections. With a shared ledger, servers of several folders take
-turns: a server answers 503 until the ledger lets it serve, and again after it has lost that right.
+turns, and answer 503 meanwhile.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from tinkerscript.http_server import ConnectionLimits
     from tinkerscript.server.app import InterchangeServer
 
-LISTEN_RETRY_S = 0.5  # Pause before a server that lost a shared ledger tries to lead again.
+LISTEN_RETRY_S = 0.5  # Before a server that lost a shared ledger tries to lead again.
 
 STANDBY = "another server serves this run's episodes, or none does yet; try again"
 
@@ -90,11 +90,11 @@ async def running_server(
     """Serve `run_dir` while the context is open. Yields the addresses, and a task that fails if the server
     does.
 
-    With a shared ledger, the context opens when this server may serve for the first time. `totals` and
-    `connections` replace the usual limits. `gate` is the app, for callers without a connection.
+    With a shared ledger, the context opens at this server's first turn. `totals` and `connections` replace
+    the usual limits. `gate` is the app, for callers without a connection.
 
-    Raises ConfigError (a port in use, a missing token, a folder that is already served, an unusable
-    inference server) and StoreError.
+    Raises ConfigError (a port in use, a missing token, a folder already served, an unusable inference
+    server) and StoreError.
     """
     model_folder(config.engine.model)
     section = config.interchange_server
@@ -111,7 +111,7 @@ async def running_server(
             raise ConfigError(f"another interchange server already serves {run_dir}")
         previous = read_server_info(run_dir)
         with lock, bind_http(section, previous) as listener:
-            with without_garbage_collection():  # Import before the first term, so that taking over is fast.
+            with without_garbage_collection():  # Import first, so that taking over is fast.
                 from tinkerscript.server.app import create_server
 
             create = partial(
@@ -144,7 +144,6 @@ async def running_server(
 
 
 def _check_certificate(section: InterchangeConfig) -> None:
-    """Raise ConfigError for a certificate or key that cannot be used."""
     if not section.tls_certificate:
         return
     try:
@@ -171,20 +170,19 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
 
 
 class Gate:
-    """The process's ASGI app: the server's own while it may serve, otherwise 503.
+    """The process's ASGI app: the server's while it may serve, otherwise 503.
 
-    Invariant: while another server serves, nothing here reveals anything about episodes. Clients try again
-    after a 503, and `/ready` shows a load balancer where to send them.
+    A 503 reveals nothing about episodes. Clients try again, and `/ready` shows a load balancer where to
+    send them.
     """
 
     def __init__(self) -> None:
         self.server: InterchangeServer | None = None
-        """The server that serves; None while this process may not."""
+        """None while this process may not serve."""
 
         self._refusals = Refusals(REFUSAL_BODIES)
 
     def stop_waiting(self) -> None:
-        """Answer waiting requests and model calls, so that their connections can close."""
         if self.server is not None:
             self.server.stop_waiting()
 
@@ -202,15 +200,15 @@ class Gate:
         if scope["path"] == "/health":
             return JSONResponse(HealthResponse(version=__version__).model_dump())
         refusal = self._refusals.refuse(Request(scope), 503, STANDBY)
-        # A load balancer for connections chooses a server again only for a new connection.
+        # Load balancers choose a server only for a new connection.
         refusal.headers["Connection"] = "close"
         return refusal
 
 
 class _Terms:
-    """Serves a ledger's episodes while it may: once, or term after term if the ledger is shared.
+    """Serves a ledger, term after term if it is shared.
 
-    Invariant: a term ends with the first error, and memory is read from the ledger again before the next.
+    Invariant: a term ends with the first error, and the next one reads everything from the ledger.
     """
 
     def __init__(
@@ -239,10 +237,9 @@ class _Terms:
         self._http = http_server(self._gate, section, limits=connections)
         self._serving: asyncio.Task[None] | None = None
         self._served = False
-        """Whether a term's book may still be in memory."""
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises ConfigError, and the error of a ledger that is not shared."""
+        """Serve until cancelled. Raises ConfigError, and the error of an unshared ledger."""
         said = ""
         try:
             while True:
@@ -268,7 +265,7 @@ class _Terms:
                 await asyncio.gather(self._serving, return_exceptions=True)
 
     async def finish_requests(self) -> None:
-        """Accept no more requests and finish the running ones, which still need the background tasks."""
+        """Finish running requests, which still need the background tasks."""
         if self._gate.server is not None:
             await self._gate.server.until_end_is_known()
         self._gate.stop_waiting()
@@ -280,7 +277,7 @@ class _Terms:
 
     async def _serve(self, ledger: Ledger) -> None:
         if ledger.is_shared:
-            self._start_http()  # To answer 503 while it waits.
+            self._start_http()
         epoch = await ledger.lead()
         if ledger.is_shared and needs_link_keys(self._section):
             folder = self._run_dir / KEYS_DIR
@@ -330,12 +327,11 @@ class _Terms:
 
 
 def _certificate(section: InterchangeConfig) -> str:
-    """Absolute path of the certificate, for processes in other folders. Empty without one."""
     return os.path.abspath(section.tls_certificate) if section.tls_certificate else ""
 
 
 def _lost_ledger(error: BaseException) -> StoreError | None:
-    """The StoreError in a term's error; None if it contains any other error."""
+    """The StoreError in a term's error, if it contains no other."""
     if isinstance(error, BaseExceptionGroup):
         found = [_lost_ledger(each) for each in error.exceptions]
         return found[0] if None not in found else None
@@ -343,8 +339,7 @@ def _lost_ledger(error: BaseException) -> StoreError | None:
 
 
 async def _close(ledger: Ledger) -> None:
-    """Close a term's ledger. A shared ledger that failed is only logged, because the next server continues
-    with it."""
+    """A shared ledger's failure is only logged, because the next server continues."""
     try:
         await ledger.close()
     except StoreError as error:
@@ -360,9 +355,9 @@ async def _first_error(*tasks: asyncio.Task[None]) -> None:
 
 
 def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> None:
-    """Run the interchange server of a folder until it is stopped (`tinkerscript server`).
+    """Serve until stopped (`tinkerscript server`).
 
-    Raises ConfigError and StoreError; exits with `DISK_FULL` if a disk is full.
+    Raises ConfigError and StoreError; exits with `DISK_FULL` for a full disk.
     """
     config = load_config(run_dir / "config.yaml")
     now_about(run=run_dir.resolve().name, whole_process=True)
@@ -392,10 +387,7 @@ async def serve_until_stopped(
     exit_with_parent: bool,
     serve_model: bool = False,
 ) -> None:
-    """Serve until SIGTERM, SIGINT, or with `exit_with_parent` the end of standard input.
-
-    Raises the server's error if it fails.
-    """
+    """Serve until SIGTERM, SIGINT, or with `exit_with_parent` the end of standard input."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 

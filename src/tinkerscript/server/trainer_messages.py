@@ -1,7 +1,7 @@
 """What the server does for the trainer: `TrainerMessageHandler` executes its messages, `OutcomeStream`
-sends it the outcomes of episodes.
+sends it outcomes.
 
-Invariant: a message that cannot be executed is logged, counted or answered; it never stops the link.
+Invariant: a bad message is logged, counted or answered; it never stops the link.
 """
 
 from __future__ import annotations
@@ -67,21 +67,21 @@ from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink, TrainerE
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 16  # Outcomes whose calls are read from the ledger together.
-MAX_ON_THE_WAY = MAX_FRAME_BYTES  # Bytes of unconfirmed outcomes at which sending pauses.
-LAST_COMMIT = "last_commit"  # Name of the fact that holds a `LastCommit`.
-OVERHEAD = 1024  # Upper bound of a message's bytes around each call, and around the rest.
+AT_ONCE = 16  # Outcomes read from the ledger together.
+MAX_ON_THE_WAY = MAX_FRAME_BYTES  # Bytes of unconfirmed outcomes.
+LAST_COMMIT = "last_commit"
+OVERHEAD = 1024  # Upper bound of a message's bytes around each call, and the rest.
 
 
 class LastCommit(msgspec.Struct, frozen=True):
-    """A trainer's newest commit, stored in the same transaction as its rows."""
+    """Stored in the transaction of the commit's rows."""
 
     trainer: str = ""
     number: int = 0
 
 
 async def read_last_commit(ledger: Ledger) -> LastCommit:
-    """Read the newest commit from the ledger. Raises StoreError."""
+    """Raises StoreError."""
     found = await ledger.read("SELECT value FROM {s}facts WHERE name = ?", (LAST_COMMIT,))
     return msgspec.json.decode(found[0][0], type=LastCommit) if found else LastCommit()
 
@@ -94,8 +94,7 @@ async def resume_run(
     replay_lag: int = 0,
     plan_lag: int = 0,
 ) -> History:
-    """Resume the run from the newest of `checkpoints`, in the book and the ledger; see `find_beginning`
-    and `Resume`.
+    """Resume the newest of `checkpoints`, in book and ledger; see `find_beginning` and `Resume`.
 
     Raises ConfigError, and changes nothing, if the ledger cannot resume from them.
     """
@@ -103,8 +102,7 @@ async def resume_run(
     beginning = await find_beginning(ledger, checkpoints, replay_lag=replay_lag)
     history, book = beginning.history, interchange.book
     await interchange.recall_after(history.step, beginning.used)
-    # No await from here to the commit, so that everything is one transaction: what the undone steps say
-    # about their episodes cannot be read again afterwards.
+    # One transaction, without an await before the commit: the undone steps' facts cannot be read again.
     undo_later(ledger, history, time=time.time())
     for episode in book.resume(
         history.step, history.resumption, beginning.used, plan_lag=plan_lag, spoiled=beginning.spoiled
@@ -115,7 +113,7 @@ async def resume_run(
         for each in book.planned(history.step + 1, plan_lag=plan_lag)
     ]
     for episode in book.open_ends.values():
-        if episode.state == "failed":  # The trainer waits for it, so an operator may not retry it.
+        if episode.state == "failed":  # The trainer waits for it, so no operator may retry it.
             book.offer_failure(episode.uuid)
     await interchange.commit()
     return msgspec.structs.replace(
@@ -128,8 +126,6 @@ async def resume_run(
 
 
 class TrainerMessageHandler:
-    """Serves the link. `run` owns its tasks, including the one that sends outcomes."""
-
     def __init__(
         self,
         *,
@@ -152,14 +148,12 @@ class TrainerMessageHandler:
         self._last_commit = last_commit
         self._storage = storage
         self._resuming = ("", 0)
-        """Trainer that resumes or has resumed the run, and the id of its request."""
-
         self._resumed: Answer | None = None
         self._beginning = asyncio.Lock()
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Serve the link until cancelled. Use once."""
+        """Serve the link. Use once."""
         async with self._tasks as tasks:
             tasks.create_task(self._link.run(self.handle))
             tasks.create_task(self._outcomes.run())
@@ -174,7 +168,7 @@ class TrainerMessageHandler:
     def handle(self, event: LinkEvent) -> None:
         try:
             self._handle(event)
-        except StoreError:  # Memory is ahead of the ledger now, so the server must end.
+        except StoreError:  # Memory is ahead of the ledger, so the server must end.
             raise
         except Exception:
             logger.exception("link.drop reason=failed message=%s", type(event).__name__)
@@ -249,8 +243,7 @@ class TrainerMessageHandler:
         self._interchange.when_committed(lambda: self._link.send(done))
 
     def _commit(self, message: Commit) -> None:
-        """Write a trainer's rows, each commit once and in order. Trainers repeat commits that are not
-        confirmed."""
+        """Write each commit once and in order, although trainers repeat unconfirmed ones."""
         trainer, last = self._link.trainer_id, self._last_commit
         done = last.number if last.trainer == trainer else 0
         if message.number > done + 1:
@@ -282,8 +275,7 @@ class TrainerMessageHandler:
         self._link.send(await self._answered(request, work))
 
     async def _answered(self, request: Request, work: Awaitable[Answer]) -> Answer:
-        """Await `work`. If it fails, return the reason, because trainers repeat unanswered requests
-        forever."""
+        """Await `work`, or return why it failed: trainers repeat unanswered requests forever."""
         name, is_config = type(request).__name__, False
         try:
             return await work
@@ -298,7 +290,7 @@ class TrainerMessageHandler:
         return RequestFailed(request_id=request.request_id, reason=reason, is_config=is_config)
 
     def _resume(self, request: Resume) -> None:
-        """Resume once, however often the trainer repeats its request."""
+        """Resume once, however often the trainer asks."""
         key = self._link.trainer_id, request.request_id
         if key != self._resuming:
             self._resuming, self._resumed = key, None
@@ -310,7 +302,7 @@ class TrainerMessageHandler:
         key = self._resuming
         async with self._beginning:
             answer = await self._answered(request, self._begun(request))
-        if key == self._resuming:  # Otherwise another trainer took over meanwhile.
+        if key == self._resuming:  # Otherwise another trainer took over.
             self._resumed = answer
             self._say_resumed(answer)
 
@@ -343,11 +335,10 @@ class TrainerMessageHandler:
 
 
 class OutcomeStream:
-    """Sends the trainer the committed, unused outcomes in the order of their end numbers, with their
-    calls.
+    """Sends the committed, unused outcomes in order of their end numbers, with their calls.
 
-    Invariants: an outcome is sent again until the trainer has it. An outcome too large for a message fails
-    its episode, with the reason, so that it does not block the others.
+    Invariants: an outcome is sent again until the trainer has it. One too large for a message fails its
+    episode, so that it does not block the others.
     """
 
     def __init__(self, interchange: Interchange, ledger: Ledger, link: ServerLink) -> None:
@@ -358,16 +349,14 @@ class OutcomeStream:
         self._follows = False
         self._waiting: deque[int] = deque()
         self._position = self._sent = 0
-        """Last end numbers that the trainer has taken, and that were sent."""
-
         self._under_way: deque[tuple[int, int]] = deque()
-        """End number and size of the outcomes sent after the position."""
+        """End number and size of outcomes sent after the position."""
 
         self._arrived_before = -1
-        """Last end number that the trainer had at the previous `repeat`."""
+        """The trainer's last end number at the previous `repeat`."""
 
         self._readings = 0
-        """Incremented by each `follow`, which makes running sends stale."""
+        """Each `follow` makes running sends stale."""
 
         self._changed = asyncio.Event()
         interchange.on_ended = self._ended
@@ -383,14 +372,13 @@ class OutcomeStream:
         self._changed.set()
 
     def received(self, position: int) -> None:
-        """Note that the trainer has taken the outcomes up to `position`."""
         self._position = max(self._position, position)
         while self._under_way and self._under_way[0][0] <= position:
             self._under_way.popleft()
         self._changed.set()
 
     def repeat(self) -> None:
-        """Send again what the trainer should have by now. Called at intervals."""
+        """Send again what the trainer should have by now."""
         arrived = max(self._position, self._link.position)
         if self._under_way and arrived < self._sent and arrived == self._arrived_before:
             self.follow(arrived)
@@ -402,7 +390,7 @@ class OutcomeStream:
             self._changed.set()
 
     async def run(self) -> None:
-        """Send as much as there is room for, until cancelled. Raises StoreError."""
+        """Send until cancelled. Raises StoreError."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -416,9 +404,9 @@ class OutcomeStream:
         return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord], reading: int) -> None:
-        """Send outcomes. If one cannot be read or encoded, only that one fails.
+        """One outcome that cannot be read or encoded fails alone.
 
-        Nothing is sent if `follow` was called meanwhile, which has queued these outcomes again.
+        Sending stops after a `follow`, which has queued these outcomes again.
         """
         try:
             first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
@@ -445,7 +433,6 @@ class OutcomeStream:
                 await self._give_up(episode, f"the result and its calls have {size} bytes; {limit}", reading)
 
     async def outcome(self, episode: EpisodeRecord) -> Outcome:
-        """How an episode ended, with the calls of the claim that counts."""
         if episode.state == "failed":
             return outcome_of(episode)
         (calls,) = await self._ledger.calls([(episode.sequence, episode.attempt)])
@@ -474,7 +461,6 @@ class OutcomeStream:
 
 
 def _size_of(outcome: Outcome) -> int:
-    """Upper bound of a message's size in bytes."""
     calls = list[Call]()
     if isinstance(outcome, EpisodeAccepted):
         calls, outcome = outcome.all_calls, msgspec.structs.replace(outcome, all_calls=[])
@@ -483,7 +469,7 @@ def _size_of(outcome: Outcome) -> int:
 
 
 def outcome_of(episode: EpisodeRecord, calls: Sequence[Call] = (), *, result: bytes = b"") -> Outcome:
-    """The message that tells the trainer how an episode ended. `calls`: of the claim that counts."""
+    """`calls`: of the claim that counts."""
     failures: list[dict[str, object]] = [failure.model_dump() for failure in episode.failures]
     if episode.state == "failed":
         return EpisodeFailed(
@@ -526,8 +512,6 @@ def _within_64_bits(digits: str) -> int | float:
 
 
 class _Output(msgspec.Struct):
-    """The fields of a stored `WorkflowOutput` that the trainer gets besides the reward."""
-
     role_rewards: dict[str, float] = {}
     call_rewards: dict[str, float] = {}
     metadata: dict[str, object] = {}
@@ -536,7 +520,7 @@ class _Output(msgspec.Struct):
 
 
 def _read(result: bytes) -> _Output:
-    """Decode a stored result. Integers too large for msgpack become floats."""
+    """Integers too large for msgpack become floats."""
     output = msgspec.json.decode(result, type=_Output)
     try:
         msgspec.msgpack.encode(output.metadata)

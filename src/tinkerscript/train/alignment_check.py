@@ -1,7 +1,7 @@
 """`AlignmentCheck`: decides which sequences of a step may train, and whether the step may happen at all.
 
-Invariant: off-policy samples (lag above 0) are expected to differ from the trainer, so they are measured but
-stop nothing, unless their logprobs belong to other tokens.
+Off-policy samples (lag above 0) are expected to differ from the trainer, so they are measured but stop
+nothing, unless their logprobs belong to other tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.backends.backend import TrainerBackend
 
 UNNAMED = "logprob_gap"
-"""A gap without a pattern. It can stop a step, but never leaves out single sequences."""
+"""It can stop a step, but never leaves out sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +39,14 @@ class TrainedModel:
     vocabulary: int
     stop_ids: Collection[int] = ()
     tokenizer: str = ""
-    """Fingerprint of the tokenizer's vocabulary."""
-
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
-    """Decodes ids and encodes the text again."""
-
     is_embedded: bool = True
-    """Whether the engine takes the inputs `mask` and `temperatures`."""
-
     scales_logits: bool = True
     """Whether tokens are scored at their sampling temperatures."""
 
     @classmethod
     def of(cls, folder: Path, backend: TrainerBackend, *, scales_logits: bool = True) -> TrainedModel:
-        """`scales_logits` is False if another scorer, such as a teacher, ignores temperatures."""
+        """`scales_logits`: False if another scorer, such as a teacher, ignores temperatures."""
         tokenizer = LightTokenizer(folder)
         eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
@@ -75,8 +69,6 @@ class AlignmentCheck:
         self._config = config
         self._model = model
         self.left_out: set[str] = set()
-        """Uuids of episodes with a misaligned sequence."""
-
         self.reasons: dict[int, str] = {}
         """`id(rollout)` -> why it failed."""
 
@@ -138,11 +130,11 @@ class AlignmentCheck:
         lags: Mapping[int, int] | None,
         step: int,
     ) -> list[WeightedRollout]:
-        """The sequences that may train, judged by the trainer's logprobs (`trainer`, float32 [T] each, [0]
+        """The sequences that may train, by the trainer's logprobs (`trainer`, float32 [T] each, [0]
         unused).
 
-        `lags` maps policy versions to training steps behind (None: all current). Raises AlignmentError if
-        lag-0 sequences are misaligned, unless set to warn.
+        `lags`: policy version -> training steps behind (None: all current). Raises AlignmentError if lag-0
+        sequences are misaligned, unless set to warn.
         """
         current = Gap()
         pairs: list[Pair] = []
@@ -163,7 +155,6 @@ class AlignmentCheck:
                 self._leave_out(item.rollout, [finding.name])
         self._judge(current.mean_abs, pairs, apart, step)
         finding = self._diagnose(older)
-        # A change of weights explains any other pattern.
         if finding and finding.name == "logprobs_shifted":
             self._misaligned(finding, step)
         return kept
@@ -173,7 +164,7 @@ class AlignmentCheck:
         return self._config.max_mean_dlogp
 
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
-        """Add the gaps by lag to the report; returns the gap at lag 0."""
+        """Add the gaps to the report by lag. Returns the gap at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
         compared = rollout.sampled.copy()
         for segment in rollout.segments:
@@ -201,7 +192,6 @@ class AlignmentCheck:
         *,
         is_older: bool = False,
     ) -> list[Pair]:
-        """The spans that current (or older) weights sampled, with both sides' logprobs."""
         spans = [
             span
             for segment in rollout.segments
@@ -215,7 +205,7 @@ class AlignmentCheck:
         return diagnose(pairs, threshold=self._limit, retokenise=self._model.retokenise)
 
     def _judge(self, mean: float, pairs: Sequence[Pair], apart: Sequence[Pair], step: int) -> None:
-        """`pairs` are the calls of sequences above the limit, `apart` those with a pattern."""
+        """`pairs`: calls of sequences above the limit; `apart`: calls with a pattern."""
         finding = self._diagnose(pairs if mean > self._limit else apart)
         if finding:
             self._misaligned(finding, step)

@@ -1,8 +1,8 @@
-"""`load_episodes`: the best episodes of the groups in a run's ledger, or pairs of them, as what trains.
+"""`load_episodes`: the best episodes of the groups in a run's ledger, or pairs of episodes, as training
+data.
 
-Invariants: their tokens are those that were sampled, after the prompts that they were sampled after. No
-sequence with an error trains (`rollouts.alignment.checks`), but what was sampled at temperature 0 may: its
-log probabilities are compared with nothing.
+Invariants: tokens and prompts are as sampled. No sequence with an error trains
+(`rollouts.alignment.checks`), but temperature 0 is fine, because its log probabilities are not used.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 
 def load_episodes(config: RunConfig, model: Path) -> Chats:
-    """Read the run in the folder `config.sft.data`. `model`: the folder of the model that trains.
+    """`model`: folder of the model that trains.
 
-    Raises ConfigError for a folder without a ledger, a run of a model with another tokenizer, and one in
-    which nothing is better than the rest.
+    Raises ConfigError for a folder without a ledger, a model with another tokenizer, and a run in which no
+    episode is better than the rest.
     """
     sft = config.sft
     run, longest = Path(sft.data).expanduser(), context_of(model)
@@ -62,7 +62,7 @@ def load_episodes(config: RunConfig, model: Path) -> Chats:
 
 
 def _check_model(run: Path, model: Path) -> None:
-    """Raises ConfigError if the ids of the run's tokens may mean something else to the model that trains."""
+    """Raises ConfigError if the run's ids may mean something else to the model that trains."""
     recorded = LedgerReader(run, store="sqlite")
     if recorded.config.get("method") == "sft":
         raise ConfigError(f"sft.data: {run} is a run of method: sft, whose chats have no rewards")
@@ -88,14 +88,13 @@ def _example(episode: EpisodeRollouts, worse: EpisodeRollouts | None = None) -> 
 
 
 def _tokens(example: SupervisedExample) -> Hashable:
-    """The same for examples that would teach the same."""
     inputs = [datum.loss_fn_inputs for datum in example.datums]
     return example.about, *(each[name].to_numpy().tobytes() for each in inputs for name in sorted(each))
 
 
 def pairs(group: Sequence[EpisodeRollouts], number: int) -> Iterator[tuple[EpisodeRollouts, EpisodeRollouts]]:
-    """The best episode with the worst, the second best with the second worst, and so on: `number` of them, as
-    far as the first is better."""
+    """Best with worst, second best with second worst, and so on: at most `number`, while the first is
+    better."""
     ranked = _ranked(group)
     for better, worse in zip(ranked[:number], reversed(ranked), strict=False):
         if better.reward > worse.reward:

@@ -1,7 +1,7 @@
-"""What `method: sft` trains on: `Chats`, some of them held out, and how a JSONL file becomes them.
+"""`Chats`, which `method: sft` trains on or holds out, and how a JSONL file becomes them.
 
-Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that the
-gateway would give the model. Selection and order depend on the seed.
+Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that
+the gateway would give. Selection and order depend on the seed.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.model_folder import context_of
 
 Datums = list[tinker.Datum]
-"""One chat; several datums if the chat format rewrites earlier turns."""
+"""Several for one chat if the format rewrites earlier turns."""
 
 
 @dataclass(frozen=True)
 class SupervisedExample:
-    """A chat, an episode of a run, or a pair of its episodes. A token that trains has the weight 1."""
+    """A chat, an episode, or a pair of episodes. Tokens that train have weight 1."""
 
     sequences: Sequence[tinker.Datum]
     about: Hashable
-    """What it asks: examples about the same are held out together."""
+    """Examples with equal `about` are held out together."""
 
     rejected: Sequence[tinker.Datum] = ()
-    """Of a pair: the sequences of the worse episode."""
-
     episodes: tuple[str, ...] = ()
-    """The uuids of the episodes; of a pair, the better one first."""
+    """Uuids; of a pair, the better one first."""
 
     @property
     def datums(self) -> Datums:
@@ -47,7 +45,7 @@ class SupervisedExample:
 
     @property
     def origins(self) -> list[dict[str, str]]:
-        """For each of `datums`, which episode it is of: `chosen` or `rejected` -> uuid. Empty for a chat."""
+        """For each of `datums`: `chosen` or `rejected` -> episode uuid. Empty for a chat."""
         if not self.episodes:
             return [{}] * len(self.sequences)
         chosen, rejected = {"chosen": self.episodes[0]}, {"rejected": self.episodes[-1]}
@@ -59,13 +57,11 @@ class Chats:
     train: Sequence[SupervisedExample]
     held_out: Sequence[SupervisedExample]
     left_out: int
-    """Those longer than `sft.max_tokens`, and episodes with errors."""
-
     batch_size: int
     epochs: int
     seed: int
     origin: Mapping[str, object]
-    """The data's `sha256` and the settings that determine the split, for resuming."""
+    """The data's `sha256` and what determines the split, for resuming."""
 
     what: str = "chats"
     why_left_out: str = "are too long"
@@ -84,7 +80,7 @@ class Chats:
         return 1 + max(datum.model_input.length for datum in every)
 
     def batch(self, step: int) -> list[SupervisedExample]:
-        """The examples of a step, counted from 1. Each epoch is reshuffled; its last batch may be smaller."""
+        """Steps count from 1. Each epoch is reshuffled; its last batch may be smaller."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.train)), len(self.train))
         chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
@@ -94,9 +90,9 @@ class Chats:
 def divided(
     examples: Sequence[SupervisedExample], config: RunConfig, limit: int, origin: Mapping[str, object]
 ) -> Chats:
-    """`examples` with some held out, without those whose longest sequence has more than `limit` tokens.
+    """Hold out some `examples`, and leave out sequences of more than `limit` tokens.
 
-    Raises ConfigError if nothing would be left to train on.
+    Raises ConfigError if nothing is left to train on.
     """
     sft = config.sft
     kept = [each for each in examples if max(datum.model_input.length for datum in each.datums) < limit]
@@ -124,26 +120,22 @@ def divided(
 
 
 def evenly_weighted(datums: Datums) -> Datums:
-    """Weights that make the summed loss the mean nll of the trained tokens."""
     total = sum(trained_weight(datum) for datum in datums)
     return [weighted(datum, 1 / total) for datum in datums]
 
 
 def trained_weight(datum: tinker.Datum) -> float:
-    """The number of trained tokens, if each has a weight of 1."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 
 def weighted(datum: tinker.Datum, factor: float) -> tinker.Datum:
-    """The datum with its weights multiplied."""
     weights = datum.loss_fn_inputs["weights"].to_numpy() * factor
     inputs = {**datum.loss_fn_inputs, "weights": tinker.TensorData.from_numpy(weights.astype("float32"))}
     return tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
 
 
 def load_chats(config: RunConfig, model: Path) -> Chats:
-    """Render `config.sft.data` in the model's chat format. Raises ConfigError with the line and the
-    problem."""
+    """Raises ConfigError with the line and the problem."""
     sft, longest = config.sft, context_of(model)
     renderer = ChatRenderer(model, config.engine.chat_template_kwargs)
     data = _read(sft)

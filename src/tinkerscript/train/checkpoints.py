@@ -1,6 +1,6 @@
 """`RunCheckpoints`: the weights of all policies of a run on disk, and their rows in the ledger.
 
-Invariant: a checkpoint is complete once its manifest is written, and counts once its row is committed.
+Invariant: a checkpoint is complete with its manifest, and counts once its row is committed.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class RunCheckpoints:
         needed: Callable[[Collection[int]], Collection[int]],
         curriculum: Curriculum | None = None,
     ) -> None:
-        """`learners` starts with the run's own policy. `needed` picks the steps with checkpoints to keep."""
+        """`learners`: the run's own policy first. `needed` picks the steps with checkpoints to keep."""
         self._parts = parts
         self._own, *self._roles = learners
         self._policy = policy
         self._needed = needed
         self._curriculum = curriculum
-        self._saved = parts.history.step  # The last step with a committed checkpoint.
+        self._saved = parts.history.step
 
     async def after(self, step: int, *, train_seconds: float, is_needed: bool = False) -> None:
         training = self._parts.config.training
@@ -53,7 +53,7 @@ class RunCheckpoints:
             await try_to_save(saving, step, self._parts.progress.note)
 
     async def save(self, step: int, *, train_seconds: float, within_s: float | None = None) -> None:
-        """Save weights and commit the row. Raises TimeoutError if the commit takes longer than `within_s`."""
+        """Save weights and commit the row. Raises TimeoutError after `within_s`."""
         with self._parts.progress.waiting(f"the checkpoint of step {step}"):
             await self.write(self._parts.folder.checkpoint_name(step))
         roles = {each.role: each.report.as_json() for each in self._roles}
@@ -82,7 +82,6 @@ class RunCheckpoints:
 
 
 async def try_to_save(saving: Awaitable[None], step: int, note: Callable[[str], None]) -> None:
-    """Save while an error ends the run. A second error is only reported, so that the first stays visible."""
     try:
         await saving
     except Exception as error:

@@ -1,7 +1,6 @@
 """`Batch` holds the groups that a step or an evaluation waits for; `Collector` delivers outcomes to them.
 
-Invariants: every outcome goes to one group, or the ledger records that it was left out. Episodes are tracked
-by id, so an outcome for another group changes nothing.
+Invariant: every outcome goes to one group, by episode id, or is recorded as left out.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from tinkerscript.trainer_link.messages import (
 BatchRule = Literal["groups", "differing_groups"]
 
 
-# A client may register groups that never fill. Beyond this size of their outcomes, the oldest is given up.
+# Clients may register groups that never fill. Beyond this size, the oldest is given up.
 INCOMPLETE_BYTES = 2**30
 
-# A batch is given up after this many failed episodes without a success.
+# Failed episodes without a success that end a batch.
 HOPELESS_AFTER = 32
 
 
@@ -49,18 +48,13 @@ class Group:
     group_id: str
     size: int
     started: int = 0
-    """Training steps behind the newest weights when the group started."""
-
     payload: Mapping[str, Any] = field(default_factory=dict[str, Any])
     outcomes: dict[str, Outcome | None] = field(default_factory=dict[str, Outcome | None])
-    """Keyed by episode uuid; None while the episode runs."""
-
     ended: int = 0
     is_judged: bool = True
-    """False while a judge has yet to reward it."""
 
     def add(self, outcome: Outcome) -> bool:
-        """Returns False for a duplicate, or an episode of another group."""
+        """Returns False for a duplicate or foreign episode."""
         if self.outcomes.get(outcome.episode_uuid, outcome) is not None:
             return False
         self.outcomes[outcome.episode_uuid] = outcome
@@ -76,7 +70,7 @@ class Group:
         return [outcome for outcome in self.outcomes.values() if isinstance(outcome, EpisodeAccepted)]
 
     def differs(self, *, by_call: bool) -> bool:
-        """Whether rewards differ (with `by_call` also those of calls), so that there is a gradient."""
+        """Whether rewards (with `by_call` also calls') differ, which gives a gradient."""
         return len({(each.reward_of(""), *(each.earned if by_call else ())) for each in self.accepted}) > 1
 
 
@@ -84,7 +78,7 @@ class Batch:
     def __init__(
         self, label: str, *, rule: BatchRule = "groups", needed: int = 0, by_call: bool = True
     ) -> None:
-        """`rule` says which complete groups count, and `needed` how many (0: all)."""
+        """`rule` says which complete groups count, `needed` how many (0: all)."""
         self.label = label
         self.groups: dict[str, Group] = {}
         self._rule: BatchRule = rule
@@ -144,7 +138,6 @@ class Batch:
         return len(self.counted) >= self._needed
 
     def progress(self, groups_ahead: dict[str, int]) -> BatchProgress:
-        """`groups_ahead`: complete groups per pool that wait for a later batch."""
         return BatchProgress(
             label=self.label,
             rule=self._rule,
@@ -160,10 +153,10 @@ class Batch:
         return [group for group in complete if len(group.accepted) >= min_group]
 
     def check_success(self, own_clients: str = "") -> None:
-        """Raise NoSuccessError, with reasons, if all episodes or the first `HOPELESS_AFTER` failed.
+        """Raise NoSuccessError if all episodes or the first `HOPELESS_AFTER` failed.
 
-        Before all have failed, one must have failed at a client of the run itself (`own_clients` begins its
-        uuid): other clients may be broken while the run's own are still starting.
+        Before all have failed, one must have failed at the run's own clients (uuids from `own_clients`):
+        others may be broken while these start.
         """
         if any(group.accepted for group in self.groups.values()):
             return
@@ -176,7 +169,6 @@ class Batch:
 
 
 def _explain_failures(failed: Sequence[EpisodeFailed]) -> str:
-    """The most common failures. Those that differ only in numbers count as one."""
     alike: dict[str, list[str]] = {}
     for episode in failed:
         reason = why_failed(episode)
@@ -198,36 +190,28 @@ class Collector:
     source: EpisodeSource
     progress: ProgressReporter
     group_size: int
-    """Default for clients' groups that state no size."""
-
     client_samples: bool = True
     seen: Callable[[Outcome], None] | None = None
     slots: int = 0
-    """Episodes that the run's workers can hold at once. 0: unknown."""
-
     scores: Collection[str] = ()
     judge: GroupJudge | None = None
-    """Rewards complete groups. None: programs reward their episodes."""
 
     def __post_init__(self) -> None:
-        # Episode uuid -> the group that waits for it.
         self._waiting: dict[str, Group] = {}
 
-        # Uuid of each planned, running episode -> the step that it is for.
+        # Uuid of each planned, running episode -> its step.
         self._running: dict[str, int] = {}
 
-        # Incomplete groups of clients' own samples, oldest first, and the bytes of each.
+        # Incomplete groups of clients' samples, oldest first, and the bytes of each.
         self._gathering: dict[str, list[Outcome]] = {}
         self._gathered: Counter[str] = Counter()
 
-        # Complete groups of clients' own samples that no batch has taken.
         self._ready: deque[list[Outcome]] = deque()
 
-        # Groups to judge, with a callback for when that is done.
         self._to_judge: deque[tuple[Group, Callable[[], object]]] = deque()
 
-        self._current: Batch | None = None  # The batch that was last reported.
-        self._received_number = 0  # The last end number received.
+        self._current: Batch | None = None
+        self._received_number = 0
         self.received = 0
         self.rollouts = 0
         self.held = Occupancy()
@@ -235,7 +219,7 @@ class Collector:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """Receive outcomes until cancelled. An error is also raised in everything that waits."""
+        """Receive outcomes. An error is also raised in everything that waits."""
         judging = set[asyncio.Task[None]]()
         try:
             while True:
@@ -253,7 +237,7 @@ class Collector:
             await asyncio.gather(*judging, return_exceptions=True)
 
     async def _judged(self, group: Group, then: Callable[[], object]) -> None:
-        """Reward a group by its judge. If the judge fails, the whole group fails."""
+        """Reward a group. If the judge fails, the group fails."""
         assert self.judge is not None
         accepted, row = group.accepted, partial(VerdictRow, time=time.time())
         try:
@@ -274,7 +258,7 @@ class Collector:
         self._received.set()
 
     def _close(self, group: Group, then: Callable[[], object] = lambda: None) -> None:
-        """Call `then` once the group is judged, if there is anything to judge."""
+        """Call `then` once the group is judged, if necessary."""
         if self.judge is None or len(group.accepted) < 2:
             then()
             return
@@ -286,7 +270,6 @@ class Collector:
         self._received.set()
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
-        """Deliver outcomes. Those that nothing waits for are recorded as left out."""
         left_out = list[TrainedRow]()
         for result in outcomes:
             outcome = usable(result, self.scores)
@@ -358,7 +341,6 @@ class Collector:
         await self.source.start(episodes, step=step)
 
     def expect(self, batch: Batch, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Deliver outcomes of these episodes to `batch`. `step`: the first that could train on them."""
         for episode in episodes:
             self._waiting[episode.episode_uuid] = batch.plan(episode, started=step - 1)
             self._running[episode.episode_uuid] = step
@@ -367,16 +349,14 @@ class Collector:
     async def until(
         self, is_met: Callable[[], bool], batch: Batch, more: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
-        """Wait until outcomes make `is_met` true. Raises NoSuccessError if the batch is hopeless.
-
-        `more` starts further groups if there is room, and returns whether it did.
-        """
+        """Raises NoSuccessError if the batch is hopeless. `more` starts further groups if there is room,
+        and returns whether it did."""
         with self.progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
             self._tell(batch, at_once=True)
             while not is_met():
                 if more is not None and await more():
-                    continue  # Outcomes may have arrived in the meantime.
+                    continue  # Outcomes may have arrived meanwhile.
                 await self._wait_for_outcomes()
                 phase.advance(batch.ended - seen)
                 seen = batch.ended

@@ -1,11 +1,10 @@
 """`Curriculum`: skips samples that teach little, by the pass rates that the run itself has seen.
 
 A sample is asked until a step has taken one of its groups. Then it is `open` while attempts both pass and
-fail, or retired as `solved` or `hopeless` if its rate is near 1 or 0. Retired samples are still asked now and
-then, and reopen if their rate has moved.
+fail, or retired as `solved` or `hopeless`. Retired samples are sometimes asked, and may reopen.
 
-Invariant: whether a position is asked depends only on the seed, the position and the groups that earlier
-steps took. Checkpoints contain the rates, so a resumed run asks the same samples.
+Invariant: whether a position is asked depends only on the seed, the position and earlier steps' groups, so
+a resumed run asks the same samples.
 """
 
 from __future__ import annotations
@@ -24,18 +23,16 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 Pool = Literal["open", "solved", "hopeless"]
 
-# A sample is hopeless below this pass rate, and solved above 1 minus it.
+# Hopeless below this pass rate, solved above 1 minus it.
 RETIRED_BELOW = 0.05
 
-# Share of retired samples that are asked all the same, because their rates move while the policy learns.
+# Share of retired samples to ask, because their rates move.
 REVISIT = 0.1
 
-# Smallest weight of an open sample. The weight is 4 p (1 - p): the variance of a pass at rate p, divided by
-# its maximum.
+# Smallest weight of an open sample. At pass rate p it is 4 p (1 - p), the relative variance.
 LEAST = 0.25
 
 NEWEST_GROUP = 0.5
-"""Weight of the newest group in a sample's rate."""
 
 
 @dataclass
@@ -43,10 +40,9 @@ class Curriculum:
     config: CurriculumConfig
     seed: int
     rates: dict[str, float] = field(default_factory=dict[str, float])
-    """`key_of` a sample's payload -> pass rate."""
 
     def __post_init__(self) -> None:
-        self._passed_over = 0  # Positions skipped since the last metrics.
+        self._passed_over = 0
 
     def admits(self, position: int, payload: Mapping[str, Any]) -> bool:
         uniform = random.Random(f"{self.seed}/{position}/curriculum").random()
@@ -69,7 +65,6 @@ class Curriculum:
         self.rates = msgspec.json.decode(state, type=dict[str, float])
 
     def metrics(self, _: object) -> dict[str, float]:
-        """Samples per pool, and positions skipped since the last call."""
         pools = Counter(map(pool_of, self.rates.values()))
         found = {f"curriculum/{name}": float(pools[name]) for name in ("open", "solved", "hopeless")}
         found["curriculum/passed_over"], self._passed_over = float(self._passed_over), 0
@@ -88,5 +83,4 @@ def pool_of(rate: float) -> Pool:
 
 
 def key_of(payload: Mapping[str, Any]) -> str:
-    """A key that is unique among the samples of all tasks."""
     return f"{payload['task']}\n{payload['sample'].get('id')}"

@@ -1,6 +1,6 @@
 """Defaults that depend on the model: the learning rate, threads, and the length of replies.
 
-Invariant: they are computed from config.json alone, so a plan can show them before the run starts.
+They need only config.json, so a plan can show them before the run starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.model_folder import base_of_adapter, context_of
 
-# Models up to this many parameters tolerate learning rates that ruin larger ones within a few steps.
+# Smaller models tolerate learning rates that ruin larger ones within a few steps.
 SMALL = 20_000_000
 
 
@@ -26,33 +26,31 @@ class Rates:
     trains: str
     usual: float
     limit: float
-    """A rate above this is too high by all experience."""
 
 
-# tinker_cookbook's `get_lr` for supervised training: this rate at this model width.
+# tinker_cookbook's `get_lr` for supervised training: this rate at this width.
 ADAPTER_RATE, ADAPTER_WIDTH = 5e-4, 2000
 
-# `get_lr` scales the rate by (ADAPTER_WIDTH / width) to this power. Only these families are calibrated, so
-# others get the same rate at any width.
+# `get_lr` scales the rate by (ADAPTER_WIDTH / width) to this power. Other families are not calibrated, and
+# get the same rate at any width.
 ADAPTER_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 
-# Reinforcement learning takes this share of the rate: the cookbook uses 4e-5 for Llama 3.1 8B.
+# Reinforcement learning's share: the cookbook uses 4e-5 for Llama 3.1 8B.
 SHARE_OF_RL = 0.14
 
 TOO_HIGH = 20
-"""Warn about an adapter's rate above this multiple of the usual one."""
 
 SMALL_MODEL = Rates("all weights of a small model", 1e-4, 5e-3)
 
-# TRL's and verl's default. After seven steps of random advantages, SmolLM2-135M has moved by 1.2 nats per
-# token at 1e-4, and by 0.07 at 1e-5.
+# TRL's and verl's default. Seven steps of random advantages move SmolLM2-135M by 1.2 nats per token at
+# 1e-4, by 0.07 at 1e-5.
 ALL_WEIGHTS = Rates("all weights", 1e-6, 2e-5)
 
 ALL_WEIGHTS_SFT = Rates("all weights, supervised", 1e-5, 2e-4)
 
 
 def rates_of(config: RunConfig, model: Path) -> Rates:
-    # DPO ruins a model as fast as reinforcement learning does, and TRL's rate for it is 1e-6 too.
+    # DPO ruins a model as fast as reinforcement learning does; TRL's rate for it is 1e-6 too.
     is_supervised = config.method == "sft" and not config.sft.dpo_beta
     if config.engine.backend == "tinker" or config.engine.lora.rank:
         settings = _model_config(model)
@@ -68,7 +66,7 @@ def rates_of(config: RunConfig, model: Path) -> Rates:
 
 
 def parameters_of(model: dict[str, Any]) -> float:
-    """Approximate parameter count of a decoder; infinite if config.json lacks the numbers."""
+    """Approximate; infinite if config.json lacks the numbers."""
     width = _figure(model, *_WIDTH)
     layers = _figure(model, "num_hidden_layers", "n_layer", "n_layers")
     return 12 * layers * width**2 + _figure(model, "vocab_size") * width
@@ -91,7 +89,6 @@ def _model_config(model: Path) -> dict[str, Any]:
 
 
 def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
-    """Fill in the learning rate, threads and reply length. Also returns notes about rates for the user."""
     rates = rates_of(config, model)
     if not config.sampling.max_tokens:
         limit = 64 if _is_small(model) else min(config.sampling.reply_tokens, context_of(model) // 2)
@@ -110,8 +107,7 @@ def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
 
 
 def usual_threads(config: RunConfig, model: Path) -> int:
-    """This device's share of the usable cores, but one thread for small models, which cannot use more, and
-    for engines elsewhere."""
+    """This device's share of the usable cores, but one thread for small models and remote engines."""
     if config.engine.backend == "tinker" or _is_small(model):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -129,15 +125,15 @@ def _too_high(config: RunConfig, rates: Rates) -> Iterator[str]:
             )
 
 
-# The decay stops at this share of the full rate, because the last steps of a run should still learn.
+# Share of the full rate, so that the last steps still learn.
 FLOOR = 0.1
 
 
 def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:
-    """The rate of `step`, counted from 1, in a run of `steps`. Steps past the end keep the last rate.
+    """The rate of `step`, from 1, in a run of `steps`, and after them.
 
-    Step n of the warm-up uses n / (warmup_steps + 1) of the full rate. tinker_cookbook's schedule follows,
-    but never below `FLOOR`.
+    Step n of the warm-up uses n / (warmup_steps + 1) of the full rate. Then tinker_cookbook's schedule, but
+    never below `FLOOR`.
     """
     assert config.learning_rate, "a run replaces 0 before it begins (defaults.resolved)"
     warmup = config.warmup_steps

@@ -1,8 +1,8 @@
 """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on pairs of episodes.
 
-The loss of a pair depends on all of its tokens at once, and an engine's losses are sums over tokens. So each
-step first computes the log probabilities, and then trains with `cross_entropy`, whose weights are the
-derivatives of the loss: the gradient is the same. It works wherever `cross_entropy` does.
+A pair's loss depends on all tokens at once, but an engine's losses are sums over tokens. So each step first
+computes the log probabilities, then trains with `cross_entropy`, weighted by the loss's derivatives: the
+gradient is the same.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from tinkerscript.train.token_advantages import ReferenceLogprobs
 
 @dataclass(frozen=True, slots=True)
 class PairLosses:
-    """Of P pairs, float64 [P] each."""
+    """For P pairs, float64 [P] each."""
 
     losses: Doubles
     """-log sigmoid(margin), in nats."""
 
     margins: Doubles
     """beta times how much more the policy has moved from the start policy toward the better episode than
-    toward the worse: the differences of the implicit rewards."""
+    toward the worse (implicit rewards)."""
 
     slopes: Doubles
-    """The derivative of the mean loss by the log probability of the better episode; by that of the worse it
-    is the negative."""
+    """Derivative of the mean loss by the better episode's log probability; for the worse one, negated."""
 
     @classmethod
     def of(cls, better: Doubles, worse: Doubles, beta: float) -> PairLosses:
-        """`better`, `worse`: log p(policy) - log p(start) of each episode, float64 [P]."""
+        """`better`, `worse`: log p(policy) - log p(start), float64 [P]."""
         margins = beta * (better - worse)
         losses = np.logaddexp(0.0, -margins)
         return cls(losses, margins, -beta * np.exp(-margins - losses) / len(margins))
@@ -52,16 +51,13 @@ class PairLosses:
 
 
 class Dpo:
-    """Trains on pairs. `start`: log probabilities under the start policy."""
-
     def __init__(self, start: ReferenceLogprobs, beta: float) -> None:
         self._start, self._beta = start, beta
 
     async def losses(
         self, pairs: Sequence[SupervisedExample], client: TrainingClient
     ) -> tuple[PairLosses, dict[str, float]]:
-        """Those of the current weights, and the metrics of the batch: the loss, the mean margin, the share of
-        pairs with a margin above 0, and `nll`, which is of the better episodes' tokens."""
+        """Metrics: loss, mean margin, share of margins above 0, and `nll` of the better episodes' tokens."""
         datums = [datum for pair in pairs for datum in pair.datums]
         output = await client.forward(datums, "cross_entropy")
         tokens = [_tokens(datum) for datum in datums]
@@ -80,7 +76,6 @@ class Dpo:
     async def weighted(
         self, pairs: Sequence[SupervisedExample], client: TrainingClient
     ) -> tuple[Datums, dict[str, float]]:
-        """Datums for `cross_entropy` with the gradient of the mean loss, and its metrics."""
         found, metrics = await self.losses(pairs, client)
         datums: Datums = []
         for pair, slope in zip(pairs, found.slopes.tolist(), strict=True):
@@ -95,6 +90,6 @@ def _tokens(datum: tinker.Datum) -> IntArray:
 
 
 def _sums(datum: tinker.Datum, policy: FloatArray, start: FloatArray) -> Doubles:
-    """float64 [2]: log p(policy) and log p(start) of a sequence's trained tokens."""
+    """float64 [2]: log p(policy) and log p(start) of the trained tokens."""
     weights = datum.loss_fn_inputs["weights"].to_numpy().astype(np.float64)
     return np.array([policy @ weights, start @ weights])

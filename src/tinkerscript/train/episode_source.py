@@ -20,27 +20,20 @@ class PlannedEpisode:
     episode_type: EpisodeType
     group_id: str
     payload: dict[str, Any]
-    """`task`: the task's name; `sample`: the Inspect sample as JSON."""
+    """`task`: its name; `sample`: the Inspect sample as JSON."""
 
     position: int = -1
-    """The sample's position in the training order; -1 for an evaluation."""
-
     label: str = ""
-    """The evaluation's label; empty for training."""
-
     episode_uuid: str = field(default_factory=lambda: uuid4().hex)
 
 
 class EpisodeSource:
-    """Registers episodes with the server, which holds the run's ledger. Delivers each outcome once."""
-
     own_clients = ""
-    """How the `client_uuid` of this run's own clients begins."""
+    """Prefix of the `client_uuid`s of this run's clients."""
 
     def __init__(
         self, link: TrainerLink, *, group_size: int, client_samples: bool = True, has_workers: bool = False
     ) -> None:
-        """`has_workers`: whether the trainer runs its own workers."""
         self._link = link
         if has_workers:
             self.own_clients = link.own_clients
@@ -48,8 +41,8 @@ class EpisodeSource:
         link.set_status(client_samples=client_samples)
 
     async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Run these episodes; known uuids continue. `step`: the first that can train on them, or that of the
-        evaluation."""
+        """Run these episodes; known uuids continue. `step`: the first that can train on them, or the
+        evaluation's."""
         await self._link.register(
             [
                 NewEpisode(
@@ -67,25 +60,22 @@ class EpisodeSource:
         )
 
     async def outcomes(self) -> list[Outcome]:
-        """Wait for at least one ended episode."""
         return await self._link.outcomes()
 
     def cancel(self, episode_uuids: Sequence[str], reason: str) -> None:
-        """Each episode still gets an outcome: cancelled, or a result that it already had."""
         if episode_uuids:
             self._link.cancel(episode_uuids, reason)
 
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows into the ledger in one transaction, without waiting."""
         self._link.note(rows)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows into the ledger in one transaction, and wait until they and all before are committed."""
+        """Return once all rows so far are committed."""
         await self._link.commit(rows)
 
     def set_status(self, **changed: Any) -> None:
         self._link.set_status(**changed)
 
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
-        """Report the batch that is being filled. `at_once`: do not wait for the next regular report."""
+        """`at_once`: do not wait for the next regular report."""
         self._link.set_batch(batch, at_once=at_once)

@@ -1,7 +1,7 @@
 """`Evaluator`: scores policy versions on held-out samples.
 
-An evaluation after a step overlaps with the following steps, with a share of the workers, if the sampler can
-hold its version that long. Otherwise, and before and after training, it gets all workers.
+An evaluation after a step overlaps with the next steps, with a share of the workers, if the sampler can
+hold its version. Otherwise it gets all workers.
 
 Invariant: each label is evaluated once per run, by a single version, even across restarts. Failed episodes
 are reported next to the score, never averaged into it.
@@ -45,10 +45,7 @@ class RunningEvaluation:
     waiting: deque[PlannedEpisode]
     batch: Batch
     pin: ExitStack
-    """Keeps the episodes on the evaluation's version."""
-
     is_awaited: bool = False
-    """Whether training waits for it, so that it gets all workers."""
 
     @property
     def in_flight(self) -> int:
@@ -61,11 +58,9 @@ class RunningEvaluation:
 
 @dataclass
 class Evaluator:
-    """Evaluates before, during and after training. `run` advances overlapping evaluations."""
-
     parts: OpenRun
     samples: TaskSamples | None
-    """None: clients register their own samples, and nothing is evaluated."""
+    """None: clients register samples, and nothing is evaluated."""
 
     collector: Collector
     policy: Policy
@@ -74,8 +69,8 @@ class Evaluator:
     def __post_init__(self) -> None:
         self.config = self.parts.config.evaluation
         self.finished = {each.label: each for each in self.parts.history.evaluations}
-        self._begun = list[RunningEvaluation]()  # Unfinished, oldest first.
-        self._started = 0  # Episodes started alongside the steps.
+        self._begun = list[RunningEvaluation]()  # Oldest first.
+        self._started = 0
 
         self._finishing = asyncio.Lock()
         self._failure: NoSuccessError | None = None
@@ -83,7 +78,7 @@ class Evaluator:
     # What the training loop calls
 
     async def run(self) -> None:
-        """Advance the evaluations until cancelled. The loop raises a NoSuccessError between two steps."""
+        """Advance the evaluations. The loop raises a NoSuccessError between steps."""
         try:
             while True:
                 before = self.collector.received
@@ -103,13 +98,13 @@ class Evaluator:
         await self._wait()
 
     async def during(self, step: int, *, steps: int) -> None:
-        """Evaluate if it is due after `step`, and wait until the sampler can hold all unfinished versions."""
+        """Start a due evaluation, and wait until the sampler can hold all unfinished versions."""
         if self.is_due(step, steps=steps):
             await self._begin(f"step-{step}", step, self.config.interim_episodes)
         await self._wait(at_most=self.policy.holds)
 
     async def again(self, step: int) -> None:
-        """Restart an interrupted evaluation. The weights of `step` must be the newest now."""
+        """Restart an interrupted evaluation. The weights of `step` must be the newest."""
         await self._begin(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
@@ -130,7 +125,6 @@ class Evaluator:
         return self.is_due(step, steps=steps) and self.policy.holds > 0
 
     def needed(self, steps: Collection[int]) -> set[int]:
-        """Steps with checkpoints to keep: the best score so far, and unfinished evaluations."""
         scored = [(each.score, each.step) for each in self.finished.values() if each.score is not None]
         best = max((each for each in scored if each[1] in steps), default=None)
         return {each.step for each in self._begun} | ({best[1]} if best else set[int]())
@@ -149,7 +143,6 @@ class Evaluator:
         self._tell()
 
     async def _wait(self, *, at_most: int = 0) -> None:
-        """Wait until at most this many are unfinished. They get all workers."""
         while len(self._begun) > at_most or self._failure is not None:
             if self._failure is not None:
                 raise self._failure
@@ -178,8 +171,8 @@ class Evaluator:
 
     @property
     def _room(self) -> int:
-        # The share of what runs, but at least one. Also the share of what has run: a single episode at a time
-        # may be fast while the weights train, and would use the workers far beyond the share.
+        # The share of running episodes, but at least one; also of finished ones, because fast episodes
+        # would use more of the workers than their share.
         share = self.config.share
         at_once = max(1, int(share * self.collector.held.number))
         in_all = 1 + (share / (1 - share) * self.collector.rollouts if share < 1 else math.inf)
@@ -246,7 +239,6 @@ class Evaluator:
 
 
 def _role_scores(roles: Sequence[str], accepted: Sequence[EpisodeAccepted]) -> dict[str, float]:
-    """Each role's mean reward over the episodes that called it."""
     rewards = {
         role: [each.reward_of(role) for each in accepted if calls_of(each.all_calls, role)] for role in roles
     }

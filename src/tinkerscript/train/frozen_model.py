@@ -1,8 +1,7 @@
 """`open_frozen_role`: a `frozen` role of the config as a model that samples and scores.
 
-A vLLM server holds the model if the role has a `base_url`, else the run's backend. Invariant: an unreachable
-server is reported and waited for, up to `MAX_WAIT_S`; its scores are exactly what was asked for, or an error
-is raised.
+A vLLM server holds it if the role has a `base_url`, else the run's backend. Invariant: an unreachable
+server is reported and waited for, up to `MAX_WAIT_S`; its scores are exact, or an error is raised.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
 from tinkerscript.train.tokenizer_check import check_tokenizer_of_server
 
 MAX_WAIT_S = 600.0
-"""After this wait for an unreachable server, the run ends."""
 
 REQUESTS_AT_ONCE = 64
 
@@ -53,10 +51,10 @@ async def open_frozen_role(
     max_wait_s: float = MAX_WAIT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[FrozenModel]:
-    """Open the model of the role `name`. Raises ConfigError, with the name, if it cannot be used.
+    """Raises ConfigError, with the role's name, if the model is unusable.
 
-    `folder` has the tokenizer of the model that `backend` trains. `timeout_s` limits one request,
-    `max_wait_s` all retries.
+    `folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request, `max_wait_s` all
+    retries.
     """
     if role.base_url:
         async with _served(name, role, folder, note, environ, timeout_s, max_wait_s) as model:
@@ -87,7 +85,7 @@ async def _served(
     except ConfigError as error:
         raise ConfigError(f"roles.{name}: {error}") from error
     async with aclosing(server):
-        # The server may name its weights, but never a version of the run's policy.
+        # The server's names of weights are not versions of the run's policy.
         facts = structs.replace(await _examined(name, role, server, folder), weight_version=None)
         sampler = RemoteSampler(server, facts, timeout_s=timeout_s)
         yield ServedFrozenModel(name, server, facts, sampler, folder, note, max_wait_s)
@@ -115,8 +113,6 @@ async def _examined(name: str, role: RoleConfig, server: VllmServer, folder: Pat
 
 @dataclass(eq=False)
 class ServedFrozenModel(FrozenModel):
-    """A model on a vLLM server that the run did not start."""
-
     name: str
     server: VllmServer
     facts: ServerFacts
@@ -127,14 +123,14 @@ class ServedFrozenModel(FrozenModel):
 
     def __post_init__(self) -> None:
         self._name = f"roles.{self.name} at {self.server.url}"
-        self._noted = 0.0  # When a wait was last reported, on the event loop's clock. 0: not waiting.
+        self._noted = 0.0  # Last report of a wait, on the event loop's clock. 0: not waiting.
         self._model = self.facts.model
         self.max_context = self.facts.max_context
 
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        del temperatures  # `prompt_logprobs` always uses temperature 1.
+        del temperatures  # `prompt_logprobs` uses temperature 1.
         tasks = [asyncio.create_task(self._scored(ids)) for ids in sequences]
         try:
             return await asyncio.gather(*tasks)
@@ -174,7 +170,7 @@ class ServedFrozenModel(FrozenModel):
         return sample.scores
 
     def _tell(self, reason: str, now: float) -> None:
-        """Report a wait, or its end (empty `reason`), once for all concurrent requests."""
+        """Report a wait once for all concurrent requests. An empty `reason` ends it."""
         if reason and (not self._noted or now - self._noted >= RETRY_NOTE_S):
             self._noted = now
             self.note(f"waiting for {self._name}: {reason}")

@@ -1,10 +1,10 @@
 """`GroupJudge`: rewards from a judge that sees all episodes of a complete group at once.
 
-A judge is a user's function, or a role that ranks the episodes (`ranked`, after OpenPipe ART's RULER: ranking
-needs no labels, and GRPO only compares within a group anyway).
+A judge is a user's function, or a role that ranks the episodes (`ranked`, after OpenPipe ART's RULER:
+ranking needs no labels, and GRPO only compares within a group).
 
-Invariants: a group trains on the verdicts of all its episodes or not at all; a failed judge fails the group
-and never means a reward of 0. Verdicts are in the ledger before a step uses them, also for a resumed run.
+Invariants: a group trains on all its verdicts or not at all; a failed judge fails the group and never means
+a reward of 0. Verdicts are in the ledger before a step uses them.
 """
 
 from __future__ import annotations
@@ -49,24 +49,18 @@ Ask = Callable[[str, Sequence[Message]], Awaitable[str]]
 class JudgedEpisode:
     episode_uuid: str
     reward: float
-    """The program's reward, including rewards of single calls. The verdict replaces it."""
+    """The program's, with single calls' rewards. The verdict replaces it."""
 
     is_success: bool | None
     messages: Sequence[Message]
-    """The last conversation in OpenAI's format, with the last reply."""
-
     metadata: Mapping[str, Any]
     log_metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class JudgedGroup:
-    """The episodes of one sample that ended with a result."""
-
     group_id: str
     payload: Mapping[str, Any]
-    """The sample's payload; empty if a client registered it."""
-
     episodes: Sequence[JudgedEpisode]
     ask: Ask
     """Asks a role of the run: `await group.ask("judge", messages)`."""
@@ -86,7 +80,6 @@ class GroupJudge:
     function: JudgeFunction
     ask: Ask
     known: Mapping[int, float] = field(default_factory=dict[int, float])
-    """Verdicts in the ledger, by episode number."""
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(JUDGED_AT_ONCE)
@@ -94,7 +87,7 @@ class GroupJudge:
     async def verdicts(
         self, group_id: str, payload: Mapping[str, Any], accepted: Sequence[EpisodeAccepted]
     ) -> list[Verdict]:
-        """Raises what the judge raises, ValueError for an invalid verdict, and TimeoutError."""
+        """Raises the judge's errors, ValueError for an invalid verdict, and TimeoutError."""
         if all(each.sequence in self.known for each in accepted):
             return [Verdict(self.known[each.sequence]) for each in accepted]
         group = JudgedGroup(group_id, payload, [_shown(each) for each in accepted], self.ask)
@@ -191,9 +184,9 @@ Reply with one JSON object and nothing else:
 
 
 async def ranked(group: JudgedGroup, judge: JudgeConfig) -> list[Verdict]:
-    """Ask the role `judge.role` to score all attempts, shuffled so that their order says nothing.
+    """Ask the role `judge.role` to score all attempts, in random order.
 
-    Raises GatewayError if the role does not answer, and ValueError for replies without valid scores.
+    Raises GatewayError, and ValueError for replies without valid scores.
     """
     order = list(range(len(group.episodes)))
     random.Random(group.group_id).shuffle(order)
@@ -236,7 +229,7 @@ def _text(messages: Sequence[Message]) -> str:
 
 
 def _scores(reply: str, number: int) -> list[Verdict]:
-    """Verdicts in the order of attempts. Raises ValueError, which quotes the reply."""
+    """Raises ValueError, which quotes the reply."""
     begin, end = reply.find("{"), reply.rfind("}")
     try:
         items = json.loads(reply[begin : end + 1])["scores"]

@@ -1,7 +1,7 @@
 """Checks that the files in a run's folder are complete and belong to one run.
 
-Invariants: a checkpoint is complete if its files match its manifest.json, which is written last. Databases
-and checkpoints carry their run's identity (`files.RUN_ID`).
+A checkpoint is complete if its files match manifest.json, which is written last. Databases and checkpoints
+carry their run's identity (`files.RUN_ID`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, sync, write_atom
 from tinkerscript.ledger.history import LAST_STEP, check_covers
 from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
 
-# Version 0.1 wrote this file where later versions have a ledger.
+# Version 0.1's ledger.
 FORMER_JOURNAL = "journal.jsonl"
 
 
@@ -51,7 +51,7 @@ def check_unused(path: Path) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """Raises ConfigError if files are damaged, of several runs, or of version 0.1."""
+    """Raises ConfigError for damaged files, files of several runs, or version 0.1."""
     if (path / FORMER_JOURNAL).exists():
         raise ConfigError(
             f"{path} was made by tinkerscript 0.1 ({FORMER_JOURNAL}), and this version has a ledger in its "
@@ -62,7 +62,7 @@ def check_whole(path: Path) -> None:
     if not run_id and holds_run(path):
         raise ConfigError(f"{path} has no {RUN_ID}, which identifies the run of {LEDGER_FILE}: put it back")
     if not run_id:
-        return  # Nothing has begun.
+        return
     checkpoints = {folder: _manifest(folder) for folder in sorted(path.glob(f"{CHECKPOINTS}/step_*"))}
     marked = {folder: manifest for folder, manifest in checkpoints.items() if manifest}
     foreign = [path / LEDGER_FILE] if is_foreign(path / LEDGER_FILE, run_id) else []
@@ -78,7 +78,7 @@ def check_whole(path: Path) -> None:
             f"no checkpoint in {path} is complete ({newest.name} has {damage_of(newest)}): put one back, or "
             f"remove {path / CHECKPOINTS} to begin again at step 1"
         )
-    if (path / LEDGER_FILE).exists():  # Otherwise the ledger is elsewhere, and `begin` checks it.
+    if (path / LEDGER_FILE).exists():
         whole = [int(folder.name.removeprefix("step_")) for folder in checkpoints if not damage_of(folder)]
         check_covers(_asked(path / LEDGER_FILE, LAST_STEP.replace("{s}", "")), whole)
 
@@ -86,13 +86,13 @@ def check_whole(path: Path) -> None:
 def holds_run(path: Path) -> bool:
     """Whether a run has begun here. Raises ConfigError for an unreadable ledger."""
     ledger = path / LEDGER_FILE
-    if not ledger.exists():  # The ledger may be elsewhere.
+    if not ledger.exists():
         return any(path.glob(f"{CHECKPOINTS}/step_*")) or size_of(path / "metrics.jsonl") > 0
     return bool(_asked(ledger, "SELECT EXISTS (SELECT 1 FROM episodes) OR EXISTS (SELECT 1 FROM steps)"))
 
 
 def _asked(ledger: Path, query: str) -> int:
-    """The number that a query returns; 0 without tables. Raises ConfigError for an unreadable ledger."""
+    """Raises ConfigError for an unreadable ledger. The number is 0 without tables."""
     try:
         with closing(sqlite3.connect(ledger)) as run:
             has_tables = run.execute("SELECT 1 FROM sqlite_schema WHERE name = 'steps'").fetchone()
@@ -108,9 +108,9 @@ def identify(path: Path) -> str:
 
 
 def write_manifest(checkpoint: Path, run_id: str) -> None:
-    """Mark a checkpoint as complete, and as this run's. Blocks until all of it is on disk."""
+    """Mark a checkpoint as complete, and as this run's. Blocks until it is on disk."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.name != MANIFEST)
-    # After a power failure a file can have the right size without its content.
+    # A power failure can leave the right size without the content.
     for path in paths:
         sync(path)
     files = [path for path in paths if path.is_file()]
@@ -121,7 +121,6 @@ def write_manifest(checkpoint: Path, run_id: str) -> None:
 
 
 def damage_of(checkpoint: Path) -> str:
-    """What a checkpoint lacks; empty if it is complete."""
     manifest = _manifest(checkpoint)
     if not manifest:
         return f"no {MANIFEST}"

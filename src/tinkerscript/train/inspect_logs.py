@@ -1,7 +1,6 @@
 """Writes episodes as Inspect logs into the run's folder, for `inspect view`.
 
-Logs are built from calls and results, so they work for any client. Invariant: a log appears only when
-complete.
+They are built from calls and results, so any client will do. A log appears only when complete.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 FOLDER = "inspect"
 
-# Inspect's writer is not thread-safe, and a step's log may come due while an evaluation's is being written.
+# Inspect's writer is not thread-safe, and logs of a step and an evaluation may coincide.
 _WRITING = threading.Lock()
 
 
@@ -40,10 +39,9 @@ def write_logs(
     *,
     rule: AdvantageRule = PLAIN,
 ) -> list[Path]:
-    """Write one log per task, and replace logs with the same `label`, such as `step-0005`. Blocks.
+    """Write one log per task, replacing logs with the same `label`, such as `step-0005`. Blocks.
 
-    `samples` maps episode uuids to payloads, without clients' own samples. `rule` computes the logged
-    advantages.
+    `samples`: episode uuid -> payload, without clients' samples. `rule` gives the logged advantages.
     """
     advantages = {
         episode.episode_uuid: advantage
@@ -108,8 +106,7 @@ def _asked(messages: Sequence[ChatMessage]) -> str:
 
 
 def _scores(outcome: EpisodeAccepted) -> dict[str, Score]:
-    """Each scorer's score as our worker reports it, or else the reward."""
-    # A script may use the same metadata names for other data, so values of another shape are skipped.
+    # Scripts may use these metadata names for other data, which is skipped.
     values = {
         name: value
         for name, value in _mapping(outcome.metadata.get("scores")).items()

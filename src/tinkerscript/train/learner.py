@@ -1,7 +1,7 @@
 """`Learner`: what a training step does to one policy's weights.
 
 Invariant: `AlignmentCheck` runs before the first optimizer step, so a step that it stops has changed no
-weights, and nothing trains that has not passed.
+weights, and nothing else trains.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ LossMean = Literal["sequences", "tokens", "tokens_then_sequences", "episodes"]
 
 KL_STEP = "train/kl_step"
 """Metric: how far a step's weights moved before its last optimizer step, as KL(before, after) in nats per
-token of that minibatch (Schulman's k3)."""
+token (Schulman's k3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Compared:
     """float32 [T], before the update, [0] unused."""
 
     entropies: FloatArray | None
-    """float32 [T], [0] unused, in nats; None if the backend reports none."""
+    """float32 [T], [0] unused, in nats; None if not reported."""
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class Learner:
             config.advantage_baseline, config.advantage_scale, config.pass_k, config.reward_weights
         )
         if config.distillation.is_pure:
-            # Rewards have weight 0 here, but a group of one still needs some advantage to train.
+            # Rewards have weight 0 here, but a group of one needs an advantage to train.
             self.rule = PLAIN
         self.credit = Credit(config.credit.level, config.credit.discount)
         self.alignment = AlignmentCheck(self.report, config, self.model)
@@ -111,29 +111,27 @@ class Learner:
         self.groups: list[RolloutGroup] = []
         self.replayed: list[RolloutGroup] = []
         self.replayable: list[RolloutGroup] = []
-        """Groups of this step with a gradient and no misaligned sequence."""
-
         self.stale: dict[str, str] = {}
-        """Uuids of episodes too old to train, which still count in their group's comparison -> reason."""
+        """Uuids of episodes too old to train, which still count in comparisons -> reason."""
 
         self.compared: list[Compared] = []
 
-        # The keys of these are `id(rollout)`.
+        # Keys are `id(rollout)`.
         self.advantages: dict[int, FloatArray] = {}
         """float32 [T], before division by the loss mean."""
 
         self.corrected: dict[int, BoolArray] = {}
         """bool [T], True where `rollout_correction` or `top_entropy` removed the loss."""
 
-        self._inputs: dict[int, dict[str, FloatArray]] = {}  # Extra inputs of the loss, float32 [T] each.
-        self._old: dict[int, FloatArray] = {}  # float32 [T], the trainer's logprobs before the update.
+        self._inputs: dict[int, dict[str, FloatArray]] = {}  # float32 [T] each.
+        self._old: dict[int, FloatArray] = {}  # float32 [T], before the update.
 
-        # Results of `check`, which `train` uses.
+        # From `check`, for `train`.
         self._batch: list[WeightedRollout] = []
         self._measured: dict[str, float] = {}
 
-        # If the step is a single optimizer step, the comparison's forward pass also computes the gradient,
-        # which the engine holds until `train`.
+        # If the step is a single optimizer step, the comparison's pass also computes the gradient, which
+        # the engine holds until `train`.
         self._computed: tinker.ForwardBackwardOutput | None = None
 
         self._loss = loss = policy_loss(config)
@@ -152,10 +150,9 @@ class Learner:
     # Groups
 
     def take(self, groups: Iterable[AcceptedGroup], stale: Mapping[str, str] | None = None) -> None:
-        """Begin a step: merge episodes into groups. A role takes only the episodes that called it.
+        """Begin a step. A role takes only the episodes that called it.
 
-        `stale` maps uuids of episodes that are too old to the reason: their rewards count, but they have no
-        sequences.
+        `stale`: uuid of a too old episode -> reason. Its reward counts, but it has no sequences.
         """
         self.stale |= stale or {}
         self.report.begin_step()
@@ -237,9 +234,8 @@ class Learner:
     ) -> None:
         """Decide which sequences train, and with which advantages. Changes no weights.
 
-        `lag_of_version` maps policy versions to training steps behind (None: all current). `replayed` are
-        groups of earlier steps. Raises AlignmentError if the batch is misaligned and `on_misalignment` is
-        `stop`.
+        `lag_of_version`: policy version -> training steps behind (None: all current). Raises AlignmentError
+        if the batch is misaligned and `on_misalignment` is `stop`.
         """
         self.replayed = list(replayed)
         try:
@@ -269,7 +265,7 @@ class Learner:
         batch = [
             item for group, items in zip(sound, weighted, strict=True) if self.trains(group) for item in items
         ]
-        # If nothing is trainable, compare one group all the same, so that every step measures the gap.
+        # Compare one group even if nothing can train, so that every step measures the gap.
         compared = batch or next(filter(None, (list(group.weighted(PLAIN)) for group in sound)), [])
         aligned = await self._compare(compared, lag_of_version, step, trains=bool(batch))
         self.alignment.siblings(self.groups, step=step)
@@ -284,7 +280,6 @@ class Learner:
 
     @property
     def trains_equal(self) -> bool:
-        """Whether equal rewards train too: with a teacher, a KL term, or comparisons across groups."""
         return (
             self.distillation is not None
             or self._penalty is not None
@@ -324,7 +319,6 @@ class Learner:
         *,
         trains: bool,
     ) -> list[tuple[WeightedRollout, FloatArray]]:
-        """The sequences that pass, each with the trainer's logprobs before the update, float32 [T]."""
         if not items:
             return []
         if self.config.rollout_correction.bypass:
@@ -342,16 +336,15 @@ class Learner:
         ]
         of = {id(item): logprobs for item, logprobs in zip(items, trainer, strict=True)}
         kept = self.alignment.compare(items, trainer, lags=lag_of_version, step=step)
-        if len(kept) < len(items):  # The gradient includes sequences that did not pass.
+        if len(kept) < len(items):
             await self.drop_gradients()
         return [(item, of[id(item)]) for item in kept]
 
     def _takes_one_step(self, items: Sequence[WeightedRollout]) -> bool:
-        """Whether a single pass can both compare `items` and compute their gradient."""
         config = self.config
         return (
-            self._is_embedded  # Tinker's services cannot drop a gradient if the check fails.
-            and not self.role  # The engine holds the gradient of one policy only.
+            self._is_embedded  # Tinker's services cannot drop a gradient.
+            and not self.role
             and not config.rollout_correction.is_on
             and config.top_entropy == 1
             and COVARIANT not in self._loss.inputs
@@ -362,7 +355,6 @@ class Learner:
     async def _forward_backward(
         self, items: list[WeightedRollout], step: int
     ) -> list[Mapping[str, tinker.TensorData]]:
-        """Compute the step's only gradient, which waits for `train`."""
         self._batch, self._measured = await self._token_advantages(items, [], step)
         (part,) = minibatches(self._batch, 1, seed=f"{self.seed}/{step}/0")
         output = await cast("Any", self.client).forward_backward(
@@ -373,7 +365,7 @@ class Learner:
         return [of[id(item.rollout)] for item in items]
 
     async def train(self, step: int) -> dict[str, float]:
-        """Take one optimizer step per minibatch and epoch. Returns `train/` metrics averaged over them."""
+        """Take one optimizer step per minibatch and epoch. Returns their mean `train/` metrics."""
         batch, self._batch = self._batch, []
         computed, self._computed = self._computed, None
         rate = learning_rate(self.config, step, steps=self.config.steps)
@@ -411,10 +403,9 @@ class Learner:
     async def _token_advantages(
         self, batch: list[WeightedRollout], olds: Sequence[FloatArray], step: int
     ) -> tuple[list[WeightedRollout], dict[str, float]]:
-        """Apply what changes single tokens' advantages: KL penalty, teacher, corrections.
+        """Apply KL penalty, teacher and corrections to single tokens' advantages.
 
-        `olds` are the trainer's logprobs, float32 [T] each, or empty if nothing needs them
-        (`_takes_one_step`).
+        `olds`: the trainer's logprobs, float32 [T] each, or empty if not needed (`_takes_one_step`).
         """
         self._old = {id(item.rollout): old for item, old in zip(batch, olds, strict=False)}
         metrics: dict[str, float] = {}
@@ -465,7 +456,6 @@ class Learner:
     async def _minibatch(
         self, part: list[WeightedRollout], rate: float, computed: tinker.ForwardBackwardOutput | None
     ) -> dict[str, float]:
-        """`computed` is the output of `forward_backward`, if it already ran."""
         stepped = await optimizer_step(
             self.client,
             [] if computed else self._datums(part),
@@ -546,7 +536,7 @@ def _shifted(values: tinker.TensorData) -> FloatArray:
 def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> list[list[WeightedRollout]]:
     """Shuffle and cut the batch into at most `number` nearly equal parts.
 
-    They depend on the seed and the batch's content but not its order, so a repeated step trains the same.
+    They do not depend on its order, so a repeated step trains the same.
     """
     ordered = sorted(batch, key=lambda item: (item.rollout.tokens.tobytes(), item.advantages.tobytes()))
     random.Random(seed).shuffle(ordered)
@@ -555,7 +545,7 @@ def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> 
 
 
 def divisors(part: Sequence[WeightedRollout], loss_mean: LossMean, *, episodes: float) -> Sequence[float]:
-    """What divides each sequence's summed token loss. `episodes`: the planned number per minibatch."""
+    """Divisor of each sequence's summed token loss. `episodes`: planned per minibatch."""
     if loss_mean == "episodes":
         return [episodes] * len(part)
     tokens = [int(item.rollout.loss_mask.sum()) for item in part]

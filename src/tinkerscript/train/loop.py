@@ -50,7 +50,7 @@ class TrainingLoop:
         *,
         restore: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`learners` starts with the run's own policy. `samples` is None if clients register their own.
+        """`learners`: the run's own policy first. `samples`: None if clients register their own.
 
         `restore` loads a step's checkpoint. Without it, interrupted evaluations of earlier steps are lost.
         """
@@ -84,7 +84,7 @@ class TrainingLoop:
         curriculum = samples.curriculum if samples else None
         self.checkpoints = RunCheckpoints(parts, learners, policy, self.evaluator.needed, curriculum)
 
-        # Whether weights, ledger and published version may disagree, so that a checkpoint would be wrong.
+        # Weights, ledger and published version may disagree, so a checkpoint would be wrong.
         self._mid_step = False
 
     async def run(self) -> None:
@@ -108,14 +108,13 @@ class TrainingLoop:
             await asyncio.gather(*beside, return_exceptions=True)
 
     async def _begin(self) -> None:
-        # Receive what waited at the server first: its episodes have taken seeds, which must not be reused.
+        # Episodes that wait at the server have taken seeds, which must not be reused.
         await self._collector.received_until(self.parts.history.open_until)
         await self._evaluate_again(self.parts.history.interrupted)
         with self.parts.progress.waiting("the first weights to be published"):
             await self._publish()
 
     async def _evaluate_again(self, steps: Sequence[int]) -> None:
-        """Restart interrupted evaluations of steps before the current one."""
         whole = self.parts.folder.whole_checkpoints()
         for step in steps:
             if self._restore is None or not self.policy.holds or step not in whole:
@@ -132,7 +131,7 @@ class TrainingLoop:
 
     async def _train(self) -> None:
         await self.evaluator.before(self.step)
-        await self.evaluator.during(self.step, steps=self._steps)  # Resumes one that a restart interrupted.
+        await self.evaluator.during(self.step, steps=self._steps)
         self._began = time.monotonic() - self.train_seconds
         while self.step < self._steps:
             step = await self._take(self.step + 1)
@@ -148,7 +147,6 @@ class TrainingLoop:
         self.checkpoints.delete_old()
 
     async def _take(self, number: int) -> TrainingStep:
-        """Wait for the step's groups, and measure the share of their time that was sampling."""
         held, calls = self._collector.held.seconds, self.policy.calls.seconds
         step = await self._stream.take(number, version=self.policy.version)
         if held := self._collector.held.seconds - held:
@@ -156,7 +154,7 @@ class TrainingLoop:
         return step
 
     async def _train_step(self, step: TrainingStep) -> None:
-        # These versions may train in the batch that is collected from now on.
+        # They may train in the next batch.
         self._source.set_status(usable_versions=self._lags.usable(step.number))
         with self.parts.progress.waiting(f"step {step.number} to train"):
             links = claims_of(step) if is_on() else ()
@@ -177,7 +175,7 @@ class TrainingLoop:
         await self.log.finished(step, measured)
 
     async def _publish(self) -> int:
-        # This status stops the server from handing out new episodes while weights are loading.
+        # No new episodes while weights are loading.
         self._source.set_status(engine_status="ENGINE.WEIGHT_SYNCING")
         version = await self.policy.publish(self.step)
         self._lags.published(version, step=self.step)

@@ -1,8 +1,8 @@
 """How old training data may be (`PolicyLags`), and groups to train on again (`ReplayBuffer`).
 
-An episode's lag is the number of training steps between the oldest weights that sampled any of it and the
-weights that it would train. Invariant: nothing trains at a lag above `max_policy_lag` (or `replay_uses` - 1
-for replayed groups, if that is more), or if undone weights sampled it.
+An episode's lag is the number of training steps from its oldest weights to those that it would train.
+Invariant: nothing trains at a lag above `max_policy_lag` (or `replay_uses` - 1 for replayed groups, if that
+is more), or from undone weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 AcceptedGroup = tuple[str, Sequence[EpisodeAccepted]]
-"""(group id, accepted episodes)"""
 
 LagCounts = Counter[int | None]
 """Lag -> episodes. None: sampled by weights that this run does not build on."""
@@ -26,11 +25,8 @@ LagCounts = Counter[int | None]
 @dataclass
 class Fresh:
     groups: list[AcceptedGroup] = field(default_factory=list[AcceptedGroup])
-    """Groups with a fresh episode, and enough to compare it with."""
-
     lags: LagCounts = field(default_factory=LagCounts)
     stale: dict[str, str] = field(default_factory=dict[str, str])
-    """Episode uuid -> why it is too old."""
 
     @property
     def all_stale(self) -> bool:
@@ -46,8 +42,8 @@ class PolicyLags:
         max_lag: int,
         keeps_stale: bool = False,
     ) -> None:
-        """`steps_of` maps the versions that the run builds on to their training steps. `keeps_stale`: whether
-        old episodes still count in their group's comparison."""
+        """`steps_of`: version that the run builds on -> training steps. `keeps_stale`: whether old episodes
+        count in comparisons."""
         self.max, self._max_again = max_lag, max(max_lag, config.replay_uses - 1)
         self._keeps_stale = keeps_stale
         self._min_group = config.min_group
@@ -57,11 +53,10 @@ class PolicyLags:
         self._steps_of[version] = step
 
     def by_version(self, step: int) -> dict[int, int]:
-        """Each version's lag for weights with `step` steps behind them."""
         return {version: step - steps for version, steps in self._steps_of.items()}
 
     def usable(self, step: int) -> list[int] | None:
-        """Versions that may train the weights of `step`. None: all."""
+        """Versions that may train the weights of `step`; None: all."""
         if self._keeps_stale:
             return None
         return [version for version, lag in self.by_version(step).items() if lag <= self.max]
@@ -73,7 +68,6 @@ class PolicyLags:
         )
 
     def may_train(self, group: RolloutGroup, *, step: int) -> bool:
-        """Whether all episodes are recent enough to train weights with `step` steps again."""
         lags = self.of_group(group, step=step)
         return all(lag is not None and lag <= self._max_again for lag in lags)
 
@@ -103,11 +97,10 @@ class PolicyLags:
         return step - min(known, default=step) if len(known) == len(behind) else None
 
 
-# Upper limit; groups usually get too old first.
+# Groups usually get too old first.
 CAPACITY = 256
 
-# The n-th oldest group has weight n to this power (Marin's `alpha`), because newer ones are closer to the
-# policy.
+# The n-th oldest group has weight n to this power (Marin's `alpha`): newer ones are closer to the policy.
 RECENCY = 3.0
 
 
@@ -118,19 +111,16 @@ class _Kept:
 
 
 class ReplayBuffer:
-    """Groups of earlier steps that train again, oldest first, in at most `uses` steps.
-
-    Draws depend only on the seed, the step and the groups that trained before, so a resumed run, which
-    records the steps in its ledger again, draws the same groups.
-    """
+    """Draws depend only on the seed, the step and the groups trained before, so a resumed run draws the
+    same."""
 
     def __init__(self, config: TrainingConfig, *, seed: int, capacity: int = CAPACITY) -> None:
         self._uses = config.replay_uses
         self._number = (config.replay_uses - 1) * config.groups_per_step
         self._seed = seed
         self._capacity = capacity
-        self._kept: dict[tuple[str, ...], _Kept] = {}  # Keyed by the uuids of the group's episodes.
-        self._stale = 0  # Groups that the last `drop` removed.
+        self._kept: dict[tuple[str, ...], _Kept] = {}  # By the uuids of a group's episodes.
+        self._stale = 0
 
     @property
     def episodes(self) -> set[str]:
@@ -144,8 +134,7 @@ class ReplayBuffer:
 
     def draw(self, step: int) -> list[RolloutGroup]:
         """Draw groups without replacement, favoring newer ones."""
-        # The largest u ** (1 / weight) form a weighted sample without replacement (Efraimidis and Spirakis
-        # 2006).
+        # The largest u ** (1 / weight) form such a weighted sample (Efraimidis and Spirakis 2006).
         uniform = random.Random(f"{self._seed}/{step}/replay")
         drawn = [
             (uniform.random() ** (1 / place**RECENCY), key) for place, key in enumerate(self._kept, start=1)

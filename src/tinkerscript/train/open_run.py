@@ -28,18 +28,14 @@ class OpenRun:
     folder: RunFolder
     ledger: RowWriter
     reader: LedgerReader | None
-    """Reads the ledger. Empty if that is with a server elsewhere; None if it is unreachable."""
+    """Empty if the ledger is elsewhere; None if it is unreachable."""
 
     progress: ProgressReporter
     history: History
-    """Where the run resumes; empty for a new run."""
-
     replayed: Sequence[EpisodeAccepted] = ()
-    """The episodes of `history.replayed`, with their calls."""
 
     @asynccontextmanager
     async def backend(self, model: Path) -> AsyncGenerator[TrainerBackend]:
-        """Open what trains and samples, restored to the last checkpoint."""
         async with AsyncExitStack() as stack:
             opening = open_backend(
                 self.config.engine,
@@ -69,8 +65,7 @@ async def open_page(
 ) -> AsyncGenerator[RunStatus]:
     """Serve the run's page, and copy its folder if that is a URL, while the context is open.
 
-    It comes first, so that the page shows what takes long or fails. `join`: a server already runs, possibly
-    with the ledger on another machine.
+    Comes first, so that the page shows slow or failing steps. `join`: a server already runs.
     """
     status = RunStatus(progress)
     if join and on_page and not is_here(config.interchange_server.store, folder.path):
@@ -98,7 +93,7 @@ def begin_run(
     reader = None
     try:
         reader = LedgerReader(folder.path, store=config.interchange_server.store)
-    except ConfigError as error:  # Possibly only the server can reach its database.
+    except ConfigError as error:  # Perhaps only the server can reach its database.
         status.note(f"the run's health cannot be shown here: {error}")
     return OpenRun(config, folder, ledger, reader, status, history, replayed)
 

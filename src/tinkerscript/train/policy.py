@@ -1,11 +1,11 @@
 """`Policy`: the newest published weights, and the policy version that names them.
 
 Invariants: versions only increase, even across restarts, because each is in the ledger before it is used.
-Samples depend on the run's seed and the request, not on timing: the n-th request for a prompt to the weights
-of a step has its own seed, so restarts, workers, networks and backends do not change a run's tokens.
+The n-th request for a prompt to a step's weights has its own seed, so timing does not change a run's
+tokens.
 
-If weights change in flight, each token's logprob is from the weights that sampled it, after exactly the
-recorded prefix; cached states of older weights are never used.
+If weights change in flight, each logprob is from the weights that sampled the token; older weights' caches
+are never used.
 """
 
 from __future__ import annotations
@@ -43,17 +43,13 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 @dataclass(eq=False)
 class SeededSampler(Sampler):
-    """A backend's sampler for one policy version, which assigns seeds. Belongs to one event loop."""
+    """Gives requests their seeds. Belongs to one event loop."""
 
     sampler: Sampler
     seed: int | None = field(kw_only=True)
-    """The run's seed. None: requests get none."""
-
     step: int = field(kw_only=True)
     max_context: int = field(kw_only=True)
     key: str = ""
-    """Samplers with different keys give the same request different seeds."""
-
     used: set[int] = field(default_factory=set[int])
 
     def __post_init__(self) -> None:
@@ -87,7 +83,7 @@ class SeededSampler(Sampler):
 
 
 def check_lengths(tokens: int, logprobs: int) -> None:
-    """Raises AlignmentError if token and logprob counts differ."""
+    """Raises AlignmentError if the counts differ."""
     if tokens != logprobs:
         raise AlignmentError(
             f"lengths_differ: the sampler returned {tokens} token ids and {logprobs} logprobs: "
@@ -102,14 +98,12 @@ class _Weights:
     key: str
     sampler: SeededSampler | None = None
     used: set[int] = field(default_factory=set[int])
-    """Seeds that the next sampler must skip."""
 
 
 class Policy:
-    """Samples from the newest version. `publish` turns the current weights into the next one.
+    """`publish` turns the current weights, including trained roles', into the newest version.
 
-    Roles that train are published with it. An AlignmentError while sampling breaks the policy: `failed`
-    raises it, which ends the run.
+    An AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run.
     """
 
     def __init__(
@@ -121,24 +115,20 @@ class Policy:
         version: int = -1,
         in_flight: bool = False,
     ) -> None:
-        """`version`: the newest of earlier processes of this run. `in_flight`: new weights continue running
-        calls."""
+        """`version`: newest of earlier processes. `in_flight`: new weights continue running calls."""
         self._ledger = ledger
         self._in_flight = in_flight
         self.version = version
-        """The newest version; -1 before the first."""
-
         self._seed = seed
         self._own = _Weights(publisher, key="")
 
-        # These are keyed by role.
+        # Keyed by role.
         self._trained = {"": self._own}
         self._frozen: dict[str, SeededSampler] = {}
 
-        # Episode uuid -> the samplers of its version, by role.
         self._pinned: dict[str, Mapping[str, SeededSampler]] = {}
 
-        # True while the newest version exists for pinned episodes only.
+        # True while the newest version is for pinned episodes only.
         self._is_past = False
 
         self.calls = Occupancy()
@@ -167,7 +157,7 @@ class Policy:
     def pinned(self, episodes: Collection[str]) -> Generator[int]:
         """Answer these episodes' calls from the newest version, which it yields, while the context is open.
 
-        Pinned calls draw separate seeds, so they do not shift those of other calls.
+        Pinned calls draw separate seeds, so they do not shift others.
         """
         with ExitStack() as stack:
             samplers = dict[str, SeededSampler]()
@@ -183,10 +173,9 @@ class Policy:
                     del self._pinned[each]
 
     async def publish(self, step: int = 0, *, is_past: bool = False) -> int:
-        """Make the current weights, with `step` training steps, the next version, and sample from it.
+        """`step`: training steps of the current weights.
 
-        With `is_past`, only pinned episodes sample from it, and the version that the run continues with
-        follows.
+        With `is_past`, only pinned episodes sample from the version, and the one to continue with follows.
         """
         version = self.version + 1
         samplers = [await each.publisher.publish(version) for each in self._trained.values()]
@@ -215,12 +204,11 @@ class Policy:
         return version
 
     def resting(self) -> AbstractAsyncContextManager[None]:
-        """Model calls may wait while this context is open, because the weights train."""
+        """Let model calls wait while the weights train."""
         return self._own.publisher.resting()
 
     def note(self, outcome: Outcome) -> None:
-        """Never reuse an episode's seeds: a resumed run keeps results that the same weights sampled
-        before."""
+        """Never reuse an episode's seeds: a resumed run keeps results of the same weights."""
         for weights in self._trained.values():
             weights.publisher.ended(outcome.episode_uuid)
         if isinstance(outcome, EpisodeAccepted) and outcome.episode_uuid not in self._pinned:
@@ -240,10 +228,10 @@ class Policy:
         return weights.sampler
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Serve a request from the newest version, a pinned episode's version, or the role's model.
+        """Serve from the newest version, a pinned episode's, or the role's model.
 
-        A reply that a publish cuts continues with the newer weights. Raises what `SeededSampler.sample`
-        raises, and GatewayError 404 for an unknown role.
+        A reply that a publish cuts continues with newer weights. Raises like `SeededSampler.sample`, and
+        GatewayError 404 for an unknown role.
         """
         self.calls.number += 1
         try:
@@ -284,7 +272,6 @@ class Policy:
     def _rest(
         self, request: SampleRequest, seed: int | None, index: int, whole: SampledSequence
     ) -> SampleRequest:
-        """The request for the rest of a cut choice. `seed` sampled its beginning."""
         if seed is not None:
             origin = f"{seed}/{index}/{self.version}/{len(whole.sampled)}"
             digest = hashlib.blake2b(origin.encode(), digest_size=4).digest()
@@ -322,8 +309,6 @@ def _joined(whole: SampledSequence, part: SampledSequence, version: int) -> Samp
 
 
 def _moved(progress: ProgressCallback, places: Sequence[tuple[int, int]]) -> ProgressCallback:
-    """Shift reports about parts. `places`: each part's choice, and the tokens before it."""
-
     def report(news: Progress) -> None:
         index, before = places[news.index]
         progress(structs.replace(news, index=index, offset=before + news.offset))

@@ -6,7 +6,7 @@ from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.losses import COVARIANT, OPTIONAL_INPUTS, TERMS, Loss, resolve_loss
 from tinkerscript.errors import ConfigError, EngineRequestError
 
-# The inputs that `to_training_datum` provides.
+# Provided by `to_training_datum`.
 DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 
 
@@ -36,8 +36,8 @@ def policy_loss(config: TrainingConfig) -> Loss:
     return loss
 
 
-# Tinker services leave out `dro`, which has no mask, so that prompts would train, and `stable_reinforce`,
-# which has no published formula.
+# Left out are `dro`, which has no mask, so that prompts would train, and `stable_reinforce`, which has no
+# published formula.
 SERVICE_LOSSES = frozenset({"ppo", "importance_sampling", "cispo", "gspo"})
 
 
@@ -68,7 +68,7 @@ def check_loss(config: RunConfig) -> None:
         )
 
 
-# Ratios of whole sequences stay so close to 1 that a wider clip never acts.
+# Ratios of whole sequences are so close to 1 that a wider clip never acts.
 WIDE_CLIP = 0.05
 
 

@@ -1,6 +1,6 @@
-"""`ModelRenderer`: a model's own chat format as a tinker_cookbook renderer, for the bridge's environments.
+"""`ModelRenderer`: a model's chat format as a tinker_cookbook renderer, for the bridge's environments.
 
-It uses the gateway's `ChatRenderer`, so that all ways of training see the same ids.
+It uses the gateway's `ChatRenderer`, so all ways of training see the same ids.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from inspect_tinker_bridge.rendering import ContinuingRenderer
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 
-# A message with this role declares tools as JSON. tinker_cookbook introduced it for Kimi's format.
+# Declares tools as JSON. tinker_cookbook introduced the role for Kimi's format.
 DECLARATION: Role = "tool_declare"
 
 _NAMES = ("tool_call_id", "name")
 
 
 class ModelRenderer(ContinuingRenderer):
-    """Raises GatewayError 400 for messages that the model's chat format cannot render."""
+    """Raises GatewayError 400 for messages that the chat format cannot render."""
 
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """Raises ConfigError if the model has no chat format, or its template no such arguments."""
@@ -54,7 +54,6 @@ class ModelRenderer(ContinuingRenderer):
     def create_conversation_prefix_with_tools(
         self, tools: list[ToolSpec], system_prompt: str = ""
     ) -> list[Message]:
-        """Declare `tools`, followed by the system message if there is one."""
         prefix = [Message(role=DECLARATION, content=json.dumps(_declared(tools)))]
         return [*prefix, Message(role="system", content=system_prompt)] if system_prompt else prefix
 

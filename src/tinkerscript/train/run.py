@@ -1,6 +1,6 @@
 """`run_training`: one run from a config, in several processes or in one.
 
-Invariant: however it ends, everything that it opened is closed, and its child processes have ended.
+However it ends, everything that it opened is closed, and its child processes have ended.
 """
 
 from __future__ import annotations
@@ -90,11 +90,10 @@ async def run_training(
 ) -> RunFolder:
     """Train as `config` says; returns the run's folder, with results in summary.json.
 
-    `path` is the folder of a run to resume. `join`: use the server that already serves it. `on_server` and
-    `on_page` get the URLs of the server and the page; without `on_page` there is no page. Raises ConfigError
-    for a run that cannot start.
+    `path`: folder of a run to resume. `join`: use the server that already serves it. Without `on_page`
+    there is no page. Raises ConfigError for a run that cannot start.
     """
-    # Validate everything possible before the run has a folder.
+    # Find errors before the run has a folder.
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
     check_loss(config)
@@ -153,7 +152,7 @@ async def run_training(
             judge = GroupJudge(judging, RoleAsker(servers, policy, model), known=history.verdicts)
         async with _opened(run, progress, backend, policy, children, link) as opened:
             if config.inference.has_replicas:
-                # Replicas may download their adapters from the server, so it has to be up.
+                # Replicas may download adapters from the server.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
                     replicas = await stack.enter_async_context(_replicas(run, backend, children))
                 policy.publish_to(replicas)
@@ -193,7 +192,7 @@ async def _past(
 
 
 class _LateSampling:
-    """Forwards to the run's policy, which exists only once the server has said where the run continues."""
+    """Forwards to the policy, which exists only once the server has said where the run continues."""
 
     policy: Policy | None = None
 
@@ -204,7 +203,7 @@ class _LateSampling:
 
 
 def _samples(config: RunConfig) -> TaskSamples | None:
-    """None if clients register their own samples. Raises ConfigError."""
+    """None if clients register samples. Raises ConfigError."""
     if config.all_tasks:
         return TaskSamples(config.all_tasks, seed=config.seed)
     if config.evaluation.episodes or config.workers.count:
@@ -244,8 +243,7 @@ def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
 async def _learners(
     run: OpenRun, backend: TrainerBackend, policy: Policy, model: Path, stack: AsyncExitStack
 ) -> tuple[list[Learner], list[TrainerBackend]]:
-    """Learners and backends: the run's own policy, then roles that train. Opens frozen roles and the teacher
-    too."""
+    """The run's own policy first, then roles that train. Also opens frozen roles and the teacher."""
     config, progress, done = run.config, run.progress, run.history.checkpoint
     frozen = dict[str, FrozenModel]()
     for name, role in config.episode_roles.items():
@@ -311,7 +309,7 @@ async def _policy_of_role(run: OpenRun, name: str, backend: TrainerBackend) -> T
 def _replicas(
     run: OpenRun, backend: TrainerBackend, children: Children
 ) -> AbstractAsyncContextManager[ReplicaPublisher]:
-    # Imported here, because only runs with replicas need it.
+    # Only runs with replicas need it.
     from tinkerscript.train.replicas.publisher import open_replicas
 
     launcher, config = children.launcher, run.config
@@ -376,10 +374,7 @@ class Children:
     plan: list[PlannedProcess]
     launcher: Launcher
     server_stays: bool
-    """Whether the server outlives this trainer."""
-
     here: ServerHere | None = None
-    """Set if the server runs in this process."""
 
     def url_of_server(self, config: RunConfig) -> str:
         return self.address.seen_from(self.launcher.address, config.interchange_server)
@@ -480,11 +475,11 @@ async def _opened(
                 await asyncio.gather(*beside, return_exceptions=True)
                 failure = f"{type(ended_by).__name__}: {ended_by}" if isinstance(ended_by, Exception) else ""
                 await status.end(ended_by)
-                # If a failed run takes its server down, no restart will come, so workers should stop waiting.
+                # If a failed run takes its server down, there is no restart to wait for.
                 over = ended_by is None or (bool(failure) and not children.server_stays)
                 await _say_goodbye(link, over=over, failure=failure)
     finally:
-        await supervisor.stop()  # Workers may still ask for samples, so the backend closes after them.
+        await supervisor.stop()  # Workers may still ask for samples, so the backend closes later.
 
 
 async def _say_goodbye(link: TrainerLink, *, over: bool, failure: str) -> None:

@@ -50,14 +50,14 @@ FINAL_CHECKPOINT = "final"
 
 class RunFolder:
     def __init__(self, config: RunConfig, model: Path, *, now: datetime, path: Path | None = None) -> None:
-        """`path` is the folder of a run to resume, or of a server to join; None: `experiment_dir` decides.
+        """`path`: folder of a run to resume, or of a server to join; None: `experiment_dir` decides.
 
         Raises ConfigError for a new run in a folder that holds one, and if another trainer uses the folder.
         """
         self._tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.path = path or config.new_folder(now)
         if not config.enable_tinkerscript_mode:
-            # Inspect runs in this process and changes the working directory while it loads a task.
+            # Inspect changes the working directory while it loads a task.
             self.path = self.path.absolute()
         if path is None:
             check_unused(self.path)
@@ -95,7 +95,6 @@ class RunFolder:
         return self.checkpoints / ROLES / role
 
     def checkpoints_named(self, name: str) -> list[Path]:
-        """The checkpoints of all policies with this name, the run's own last."""
         return [*sorted(self.checkpoints.glob(f"{ROLES}/*/{name}")), self.checkpoints / name]
 
     def checkpoint_name(self, step: int) -> str:
@@ -110,12 +109,10 @@ class RunFolder:
             write_manifest(folder, self.run_id)
 
     def whole_checkpoints(self) -> list[int]:
-        """Steps with complete checkpoints, in order."""
         return [step for step, path in _made_in(self.checkpoints) if not self._lacks(path.name)]
 
     def set_aside_after(self, step: int, *, resumption: int) -> list[str]:
-        """Move checkpoints after `step`, where the run continues, out of the way. Returns messages about
-        them."""
+        """Move checkpoints after `step` away. Returns messages about it."""
         aside, start = f"undone_{resumption}", f"step {step}" if step else "the beginning"
         said: list[str] = []
         for folder in self._policies:
@@ -146,19 +143,18 @@ class RunFolder:
             yield
 
     async def finish_copies(self, progress: ProgressReporter) -> None:
-        """Wait until everything is copied. Raises UploadError, which names the rest."""
+        """Raises UploadError, which names the rest."""
         if self._uploads is not None:
             with progress.waiting(f"the copies at {self._url}"):
                 await self._uploads.finish()
 
     def checkpointed(self, *, needed: Collection[int] = ()) -> None:
-        """Delete old checkpoints and copy new files, once a checkpoint is in the ledger."""
         self.keep_checkpoints(self._keep, needed=needed)
         if self._uploads is not None:
             self._uploads.copy()
 
     def keep_checkpoints(self, number: int, *, needed: Collection[int] = ()) -> None:
-        """Delete all step checkpoints but the newest `number` and those `needed`, for each policy."""
+        """Keep each policy's newest `number` step checkpoints, and the `needed` ones."""
         for folder in self._policies:
             for step, old in _made_in(folder)[:-number]:
                 if step not in needed:
@@ -189,9 +185,9 @@ class RunFolder:
         rule: AdvantageRule,
         left_out: Mapping[str, str],
     ) -> None:
-        """Write a readable JSON line per episode, including failed ones.
+        """One readable JSON line per episode, including failed ones.
 
-        `left_out` maps uuids to why they do not train (default: the group is too small).
+        `left_out`: uuid -> why it does not train (default: the group is too small).
         """
         lines = [
             self._readable(group, episode, advantage)
@@ -233,7 +229,7 @@ class RunFolder:
     def draw_curve(self, *, at_once: bool = False) -> None:
         """Draw learning_curve.png. Blocks.
 
-        Unless `at_once`, skips drawings that would take more than a twentieth of the time.
+        Unless `at_once`, takes at most a twentieth of the time.
         """
         began = time.monotonic()
         if at_once or began >= self._next_drawing:
@@ -247,19 +243,17 @@ class RunFolder:
 
 
 def steps_finished(run_dir: Path) -> int | None:
-    """None without a finished run."""
     path = run_dir / "summary.json"
     return int(json.loads(path.read_text())["steps"]) if path.exists() else None
 
 
 def _made_in(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of each step checkpoint, in order."""
     found = {path: re.fullmatch(r"step_(\d+)", path.name) for path in folder.iterdir()}
     return sorted((int(match[1]), path) for path, match in found.items() if match)
 
 
 def _step_of(line: str, *, beyond: int) -> int:
-    """The step of a line of metrics, or `beyond` if a kill truncated it."""
+    """A metrics line's step, or `beyond` if a kill truncated it."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
@@ -267,7 +261,7 @@ def _step_of(line: str, *, beyond: int) -> int:
 
 
 def _link_as_latest(run: Path) -> None:
-    """Point `runs/latest` at this run, unless it is something other than a link."""
+    """Point `runs/latest` at this run, if it is a link."""
     link = RUNS / LATEST_RUN
     if link.is_dir() and not link.is_symlink():
         return

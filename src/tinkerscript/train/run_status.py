@@ -1,6 +1,6 @@
 """`RunStatus` writes a run's progress and messages into its ledger for the page and `show`.
 
-Invariant: training never depends on it, so a run trains the same whether or not anyone watches.
+Training never depends on it, so a run trains the same whether or not anyone watches.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ logger = logging.getLogger(__name__)
 SAID_EVERY_S = 0.2
 
 LAST_WORDS_S = 2.0
-"""Time limit for recording how the run ended."""
 
 
 class RunStatus(ProgressReporter):
-    """Forwards progress to `shown`, and writes it into the ledger once there is one."""
-
     def __init__(self, shown: ProgressReporter) -> None:
         self._shown = shown
         self._said: dict[str, Any] = {
@@ -45,7 +42,7 @@ class RunStatus(ProgressReporter):
             "began": time.time(),
         }
         self._waits: list[str] = []
-        self._notes: list[NoteRow] = []  # Kept until there is a ledger.
+        self._notes: list[NoteRow] = []
         self._ledger: RowWriter | None = None
         self._writing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()

@@ -1,7 +1,7 @@
 """`TaskSamples`: the training and evaluation samples of a run's tasks.
 
-Invariant: the sample at a position depends only on the seed and the weights, so a resumed run gets the same
-samples for the same positions.
+Invariant: a position's sample depends only on the seed and the weights, so a resumed run gets the same
+ones.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.episode_source import PlannedEpisode
 from tinkerscript.workers.base_task import Task, load_task
 
-# Ends the search if a curriculum skips everything, for example because it has retired all samples.
+# Ends the search if a curriculum skips everything, for example because all samples are retired.
 MAX_PASSED_OVER = 10_000
 
 
 def usable_task(name: str, args: Mapping[str, Any], *, setting: str = "task", sandbox: str = "") -> Task:
-    """Load a task. Raises ConfigError, also for errors in its own code. `setting` names the config
-    section."""
+    """Raises ConfigError, also for the task's own errors. `setting` names the config section."""
     try:
         return load_task(name, args, sandbox=sandbox)
     except ConfigError as error:
@@ -52,11 +51,9 @@ class TaskSamples:
         loaded = [usable_task(task.name, task.train_args, sandbox=task.sandbox) for task in tasks]
         self.tasks = [task.task_id for task in loaded]
         self.greedy = [task.task_id for task in loaded if task.temperature == 0]
-        """Tasks that ask for temperature 0."""
-
         if len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"tasks: two have the same file name and task name: {', '.join(self.tasks)}")
-        # Each task has its own order; the first has the order of a single-task run.
+        # Each task has its own order; the first has a single-task run's.
         self._train = [
             _ShuffledSamples(
                 _samples(task, given.train_args, held_out=False), f"{seed}/{i}" if i else str(seed)
@@ -73,8 +70,6 @@ class TaskSamples:
         ]
         self._schedule = _WeightedSchedule([task.weight for task in tasks])
         self.next_position = 0
-        """Position in the endless order of training samples."""
-
         self.again = list[int]()
         """Earlier positions to ask first, because resuming gave up their groups."""
 
@@ -103,7 +98,7 @@ class TaskSamples:
         return {"task": self.tasks[task], "sample": self._train[task].at(index)}
 
     def eval_episodes(self, *, label: str, count: int, attempts: int = 1) -> list[PlannedEpisode]:
-        """Cycle through each task's evaluation samples in order, with `attempts` of each in a row."""
+        """Cycle through each task's samples in order, with `attempts` of each in a row."""
         planned: list[PlannedEpisode] = []
         for place in range(count):
             position = place // attempts
@@ -115,8 +110,7 @@ class TaskSamples:
         return planned
 
     def trained_too(self, count: int) -> tuple[int, int]:
-        """(evaluation samples that also train, all of them). Samples that differ only in their id count as
-        the same."""
+        """(evaluation samples that also train, all), ignoring ids."""
         trained = {
             (task, _content(sample))
             for task, shuffled in zip(self.tasks, self._train, strict=True)
@@ -150,7 +144,7 @@ class _WeightedSchedule:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._weights = weights
-        self._taken = [0] * len(weights)  # Positions assigned to each task.
+        self._taken = [0] * len(weights)
 
         self._positions: list[tuple[int, int]] = []
 

@@ -63,10 +63,10 @@ async def run_sft(
     path: Path | None = None,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
-    """Train as `config` says; returns the run's folder, with results in summary.json.
+    """Returns the run's folder, with results in summary.json.
 
-    `path` is the folder of a run to resume. `on_page` gets the URL of the run's page; without it there is no
-    page. Raises ConfigError for a run that cannot start.
+    `path`: folder of a run to resume. Without `on_page` there is no page. Raises ConfigError for a run that
+    cannot start.
     """
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
@@ -106,14 +106,13 @@ async def run_sft(
             await sft.save(FINAL_CHECKPOINT)
         folder.write_json("summary.json", sft.summary())
         folder.draw_curve(at_once=True)
-        await progress.end(None)  # So that the last copy of the ledger says how the run ended.
+        await progress.end(None)  # The last copy of the ledger says how the run ended.
         await folder.finish_copies(progress)
     return folder
 
 
 def load_data(config: RunConfig, model: Path) -> Chats:
-    """What `config.sft.data` names: a run's episodes, or a file of chats. `model`: the folder of the model.
-    Raises ConfigError."""
+    """Load a run's episodes, or a file of chats. Raises ConfigError."""
     sft = config.sft
     if sft.data and Path(sft.data).expanduser().is_dir():
         return load_episodes(config, model)
@@ -127,7 +126,7 @@ def load_data(config: RunConfig, model: Path) -> Chats:
 
 
 async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
-    """Where the run continues, and the ledger's number for the next chat."""
+    """Where the run continues, and the next chat's number."""
     history = (await begin(ledger, folder.whole_checkpoints(), time=time.time())).history
     undo = "UPDATE {s}episodes SET undone = ? WHERE undone = 0 AND step > ?"
     ledger.execute(undo, history.resumption, history.step)
@@ -137,7 +136,7 @@ async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
 
 
 def check_origin(folder: RunFolder, chats: Chats) -> None:
-    """Record where the chats come from. Raises ConfigError if a resumed run would use others."""
+    """Raises ConfigError if a resumed run would use other chats."""
     path = folder.path / ORIGIN_FILE
     if path.exists():
         begun: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
@@ -155,8 +154,6 @@ def check_origin(folder: RunFolder, chats: Chats) -> None:
 
 @dataclass
 class SupervisedRun:
-    """`step`: training steps behind the client's weights."""
-
     parts: OpenRun
     ledger: Ledger
     client: TrainingClient
@@ -164,17 +161,13 @@ class SupervisedRun:
     step: int
     train_seconds: float
     next_chat: int
-    """The next chat's number in the ledger."""
-
     dpo: Dpo | None = None
-    """If pairs train."""
-
-    # Whether weights and ledger may disagree, so that a checkpoint would be wrong.
+    # Weights and ledger may disagree, so a checkpoint would be wrong.
     _mid_step: bool = False
 
     def __post_init__(self) -> None:
         self._storage = StorageLimit(self.ledger, self.parts.config.recording_limit_mb)
-        self._saved = self.step  # The last step with a committed checkpoint.
+        self._saved = self.step
 
     async def run(self) -> None:
         """Run or resume. If the run ends between two steps, the last one is saved."""
@@ -231,7 +224,6 @@ class SupervisedRun:
             self.parts.progress.note(skipped)
 
     async def _weighted(self, examples: Sequence[SupervisedExample]) -> tuple[Datums, dict[str, float]]:
-        """What `cross_entropy` trains on, and what else was measured on the way."""
         if self.dpo is None:
             return evenly_weighted([datum for each in examples for datum in each.sequences]), {}
         return await self.dpo.weighted(examples, self.client)
@@ -253,7 +245,7 @@ class SupervisedRun:
         return rows
 
     async def measure(self) -> None:
-        """Measure the held-out negative log-likelihood per trained token, in nats, once per step."""
+        """Held-out negative log-likelihood per trained token, in nats, once per step."""
         if not self.chats.held_out or self.step in dict(self.held_out_curve()):
             return
         with self.parts.progress.waiting("the held-out nll"):
@@ -289,7 +281,7 @@ class SupervisedRun:
         self.parts.folder.checkpointed()
 
     def held_out_curve(self, name: str = HELD_OUT) -> list[tuple[int, float]]:
-        """(step, value) of each measurement so far."""
+        """(step, value) of each measurement."""
         path = self.parts.folder.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         entries = [json.loads(line) for line in lines]

@@ -1,6 +1,6 @@
 """`StepLog`: what a training step leaves for people: rows, metrics, rollouts, Inspect logs and notes.
 
-Invariant: it only observes. Nothing here decides what trains, and resuming needs none of it.
+It only observes: nothing here decides what trains, and resuming needs none of it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tinkerscript.train.step_metrics import (
 from tinkerscript.train.step_rows import finding_row, finding_rows, metric_rows
 from tinkerscript.train.stream import TrainingStep
 
-# Consequences of `training.constrained_tokens`, for a note.
+# Consequences of `training.constrained_tokens`.
 CONSTRAINED_OUTCOMES = {
     "mask": "they carry no loss",
     "train": "they train as if the policy had chosen them freely",
     "refuse": "their sequences do not train",
 }
 
-# Rows of the run's health that get a note when they turn bad. The others have their own notes.
+# Health rows that get a note when they turn bad. The others have their own notes.
 WORTH_A_NOTE = frozenset({"held_out", "reward", "length", "cut_off"})
 
 logger = logging.getLogger(__name__)
@@ -67,16 +67,15 @@ class StepLog:
         self._samples = samples
         self._own, *self._roles = self._learners = list(learners)
         self._extra = extra_metrics
-        self._broken = set[str]()  # Names of extra metrics that have failed.
-        self._findings = [len(each.report.findings) for each in learners]  # Reported so far, by policy.
+        self._broken = set[str]()
+        self._findings = [len(each.report.findings) for each in learners]
 
-        # Role (empty: the run's own policy) -> how many of the latest steps in a row trained nothing.
+        # Role (empty: the main policy) -> latest steps in a row that trained nothing.
         self._untrained = Counter[str]()
 
-        self._bad = frozenset[str]()  # Rows of the run's health that were bad after the last step.
+        self._bad = frozenset[str]()
 
     def measured(self, step: TrainingStep, learned: Sequence[Mapping[str, float]]) -> MeasuredStep:
-        """`learned` has the metrics of each policy's update."""
         facts = self._facts(step)
         metrics = {**self._measured_by_others(step.number, facts), **learned[0]}
         for each, found in zip(self._roles, learned[1:], strict=True):
@@ -93,7 +92,7 @@ class StepLog:
         return MeasuredStep(facts, metrics, learned, self._rows(step, metrics))
 
     def _measured_by_others(self, step: int, facts: StepFacts) -> dict[str, float]:
-        """A function that fails is only reported: the weights have changed, so the step must be recorded."""
+        """Failures are only reported: the weights have changed, so the step must be recorded."""
         found = dict[str, float]()
         for metric in self._extra:
             try:
@@ -166,7 +165,7 @@ class StepLog:
             return
         try:
             rows = await asyncio.to_thread(health_rows, self._reader)
-        except (ConfigError, StoreError) as error:  # Training can continue without a readable database.
+        except (ConfigError, StoreError) as error:  # Training does not need a readable database.
             logger.warning("health.not_read %s", error)
             return
         bad = [row for row in rows if row.kind == "bad" and row.name in WORTH_A_NOTE]
@@ -184,7 +183,6 @@ class StepLog:
             self._findings[place] = len(each.report.findings)
 
     def tell_constrained(self, step: int) -> None:
-        """Report constrained tokens at the first step that has any."""
         report = self._own.report
         found = report.step.constrained.total()
         if found and found == report.whole.constrained.total():
@@ -195,7 +193,7 @@ class StepLog:
             )
 
     def _tell_idle(self, step: TrainingStep, reason: str, role: str = "") -> None:
-        """Warn at the first of several steps in a row that trained nothing, and at every tenth."""
+        """Warn at the first and every tenth step in a row that trained nothing."""
         self._untrained[role] = self._untrained[role] + 1 if reason else 0
         if self._untrained[role] % 10 == 1:
             of_role = f"role {role}: " if role else ""
@@ -226,7 +224,7 @@ class StepLog:
             return
         from tinkerscript.train.inspect_logs import write_logs
 
-        # Inspect replaces asyncio.run for good if it is called inside a running event loop.
+        # Inspect replaces asyncio.run for good if called inside a running event loop.
         path, label, rule = self._folder.path, f"step-{step.number:04d}", self._own.rule
         await asyncio.to_thread(
             write_logs,

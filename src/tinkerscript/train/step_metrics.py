@@ -1,7 +1,6 @@
 """The metrics of a training step (`STEP_METRICS`), and where they go (`metric_loggers`).
 
-A metric is a function of `StepFacts` in the table, or `module:name` in `metrics.extra`. Invariant: a logger's
-package is needed only if the config names it, and is checked before the run begins.
+A metric is a function of `StepFacts` in the table, or `module:name` in `metrics.extra`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call
 from tinkerscript.trainer_link.messages import JUDGE_FAILED, EpisodeAccepted, EpisodeFailed, Outcome
 
-if TYPE_CHECKING:  # It imports torch and Inspect, and `train` validates the config before they load.
+if TYPE_CHECKING:  # It imports torch and Inspect, which load after `train` has validated the config.
     from tinkerscript.train.collector import Batch
 
 
@@ -53,31 +52,21 @@ class StepFacts:
     batch: Batch
     groups: Sequence[RolloutGroup]
     lags: Mapping[int | None, int]
-    """Policy lag -> episodes. None: sampled by weights that a resumed run undid."""
+    """Policy lag -> episodes. None: from undone weights."""
 
     stale: Collection[str]
-    """Uuids of episodes too old to train."""
-
     policy_version: int
     cancelled: int
-    """Episodes that were still running when the batch closed."""
-
     tasks: Sequence[str]
     task_of: Mapping[str, str]
     rollout_s: float
     train_s: float
     publish_s: float = 0.0
-    """Part of `train_s`, in seconds."""
-
     wait_stale_s: float | None = None
-    """Part of `rollout_s` spent on groups that would have been too old later. None: not applicable."""
+    """Seconds of `rollout_s` spent on groups that would have been too old later."""
 
     sampling_share: float | None = None
-    """Share of the episodes' time in model calls. None: unknown."""
-
     trains_equal: bool = False
-    """Whether equal rewards train too."""
-
     differs: Differs = rewards_differ
 
     @property
@@ -122,7 +111,7 @@ def judge(facts: StepFacts) -> dict[str, float]:
 
 
 def lengths(facts: StepFacts) -> dict[str, float]:
-    """Tokens and calls of episodes. A prompt counts in full, including earlier calls of its conversation."""
+    """A prompt counts in full, including earlier calls."""
     return call_lengths([outcome.calls for outcome in facts.accepted])
 
 
@@ -212,17 +201,14 @@ def system(facts: StepFacts) -> dict[str, float]:
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         found["system/gpu_memory_gb"] = (total - free) / 1e9
-        with suppress(Exception):  # This needs nvidia-ml-py, and fails on some devices (MIG).
+        with suppress(Exception):  # Needs nvidia-ml-py, and fails on some devices (MIG).
             found["system/gpu_load"] = torch.cuda.utilization() / 100
     return found
 
 
 def reported(facts: StepFacts) -> dict[str, float]:
-    """What episodes report (`log_metrics`), and the kinds of failures.
-
-    `episode/<metric>` is a mean over the episodes that report it. `limit/<kind>`, `tool_error/<kind>` and
-    `failure/<kind>` are totals.
-    """
+    """`episode/<metric>` is a mean over the episodes that report it (`log_metrics`). `limit/<kind>`,
+    `tool_error/<kind>` and `failure/<kind>` are totals."""
     values: dict[str, list[float]] = defaultdict(list)
     counts: Counter[str] = Counter()
     for outcome in facts.outcomes:
@@ -288,7 +274,7 @@ def by_task(
 def why_nothing_trained(
     facts: StepFacts, metrics: Mapping[str, float], errors: Mapping[str, int] | None = None
 ) -> str:
-    """Why a step changed no weights; empty if it trained. `errors` counts alignment errors by name."""
+    """Why a step changed no weights, or empty. `errors`: name -> alignment errors."""
     if metrics["train/sequences"]:
         return ""
     if not facts.groups:
@@ -343,7 +329,7 @@ class TensorBoardLogger(Logger):
         self._config = config
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Steps that a resumed run repeats replace the old ones."""
+        """Repeated steps of a resumed run replace the old ones."""
         if self._writer is None:
             self._writer = self._open(log_dir=str(self._folder), purge_step=step)
             lines = (f"| {section} | {values} |" for section, values in self._config.items())
@@ -360,8 +346,8 @@ class TensorBoardLogger(Logger):
 
 
 class LateWandbLogger(WandbLogger):
-    """Logs late metrics under the newest step, because W&B drops earlier ones. `eval/step` has their own
-    step."""
+    """Logs late metrics under the newest step, because W&B drops earlier ones; `eval/step` has the true
+    one."""
 
     _newest = 0
 
@@ -373,7 +359,6 @@ class LateWandbLogger(WandbLogger):
 
 
 def metric_loggers(config: RunConfig, folder: Path) -> list[Logger]:
-    """Raises ConfigError if a logger's package is missing or fails."""
     values, project = config.model_dump(mode="json"), config.metrics.project
     makers: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: TensorBoardLogger(folder / "tensorboard", values),
@@ -399,7 +384,7 @@ PUSH_S = 5.0
 
 MAX_NAMES = 256
 
-# Clients choose names with these prefixes, so they could exceed any limit.
+# Clients choose names with these prefixes, without limit.
 REPORTED = ("episode/", "limit/", "tool_error/", "failure/")
 
 
@@ -414,8 +399,6 @@ class ReplicaFigures(Protocol):
 
 
 class TrainerMetrics(Logger):
-    """Exports the last value of each metric to Prometheus."""
-
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         ProcessCollector(namespace="tinkerscript_trainer", registry=self._registry)
@@ -432,11 +415,11 @@ class TrainerMetrics(Logger):
         self._registry.register(self._replicas)
 
     def log_hparams(self, config: Any) -> None:
-        """Does nothing, because the run folder has the config."""
+        """The run folder has the config."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Skips names that clients choose."""
-        if step is not None:  # An evaluation's step may be earlier than the newest.
+        if step is not None:
             self._newest = max(self._newest, step)
             self._step.set(self._newest)
         for name, value in metrics.items():

@@ -33,7 +33,7 @@ from tinkerscript.trainer_link.messages import EpisodeFailed, Outcome
 
 MAX_FINDINGS = 200
 
-# Size of tokens per transaction. Larger ones would occupy the server's event loop for too long.
+# Tokens per transaction. Larger ones would block the server's event loop.
 NOTED_BYTES = 2**20
 
 
@@ -68,7 +68,7 @@ def finding_rows(step: int, learners: Sequence[Learner]) -> list[FindingRow]:
 
 
 def left_out_rows(batch: Batch, step: int, *, stale: Mapping[str, str]) -> list[TrainedRow]:
-    """Rows as if nothing had trained. `stale` maps uuids to why they are too old."""
+    """`stale`: uuid -> why an episode is too old."""
     return [
         TrainedRow(
             episode=outcome.sequence,
@@ -87,7 +87,7 @@ def _why_left_out(outcome: Outcome, stale: Mapping[str, str]) -> str:
 
 
 def set_aside_rows(batch: Batch, step: int, reason: str) -> list[TrainedRow]:
-    """Rows for a batch that ends the run. A resumed run gets fresh episodes for this step."""
+    """Rows for a batch that ends the run. A resumed run gets fresh episodes."""
     return [
         TrainedRow(episode=each.sequence, step=step, outcome=Use.SET_ASIDE, reason=reason)
         for each in batch.outcomes.values()
@@ -95,7 +95,6 @@ def set_aside_rows(batch: Batch, step: int, reason: str) -> list[TrainedRow]:
 
 
 def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> Iterator[TrainedRow]:
-    """Rows for episodes that a policy took or replayed. `sequences`: uuid -> episode number."""
     places = {id(group): place for place, group in enumerate(learner.used)}
     for group in (*learner.groups, *learner.replayed):
         advantages = group.advantages(learner.rule).tolist()
@@ -117,8 +116,7 @@ def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> I
 def token_rows(
     learner: Learner, step: int, sequences: Mapping[str, int], *, stopped: str = ""
 ) -> Iterator[list[TokensRow]]:
-    """The numbers for each token of a policy's last update. `stopped`: why the step changed no weights, if
-    so."""
+    """The numbers for each token of the last update. `stopped`: why the step changed no weights."""
     rows, size = list[TokensRow](), 0
     view = _Tokens(learner, stopped)
     for group in (*learner.groups, *learner.replayed):
@@ -194,8 +192,8 @@ def _shortest(values: Any) -> bytes:
 def chat_rows(
     number: int, step: int, datum: tinker.Datum, logprobs: FloatArray, origin: Mapping[str, str]
 ) -> list[Row]:
-    """A chat of supervised fine-tuning as episode `number`. `logprobs`: float32 [T], before the step.
-    `origin`: the result's metadata, which names the episode that was chosen or rejected; empty for a chat."""
+    """`number`: of the episode. `logprobs`: float32 [T], before the step. `origin`: names the chosen or
+    rejected episode; empty for a chat."""
     inputs = datum.loss_fn_inputs
     targets = inputs["target_tokens"].to_numpy()
     trains = inputs["weights"].to_numpy() != 0

@@ -2,12 +2,12 @@
 
 Groups start early, as long as they can train at a lag of at most L. With G groups per step and S training
 steps behind the newest weights, at most (S + L + 1) G start in total (Fu et al. 2025, "AReaL",
-arXiv:2505.24298). A step takes complete groups in starting order. It waits for older ones if it would
-otherwise leave more behind than later steps can train in time.
+arXiv:2505.24298). A step takes complete groups in starting order, and waits for older ones that later steps
+could not train in time.
 
-Invariants: no group trains more than L steps after the weights that it started with. What is too old is left
-out, with a reason in the ledger. Slow groups are never thrown away, except that as many as `extra_groups` are
-cancelled in the last step that could train them.
+Invariants: no group trains more than L steps after the weights that it started with; older ones are left
+out, with a reason in the ledger. Slow groups are kept, except that up to `extra_groups` are cancelled in
+the last step that could train them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tinkerscript.train.off_policy import AcceptedGroup, LagCounts, PolicyLags
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_rows import left_out_rows, set_aside_rows
 
-# `differing_groups` registers at most this many times `groups_per_step` for a step, so that a task with
-# mostly equal rewards cannot block it forever.
+# `differing_groups` registers at most this many times `groups_per_step`, so that mostly equal rewards
+# cannot block a step forever.
 MAX_TRIES = 4
 
 
@@ -39,27 +39,21 @@ class TrainingStep:
     batch: Batch
     groups: list[AcceptedGroup]
     lags: LagCounts
-    """Lags of all episodes, including replayed ones and earlier batches that were entirely stale."""
-
     stale: Mapping[str, str]
-    """Uuid of each episode that is too old -> reason."""
-
     began: float
-    """Start of the wait for the batch, on the monotonic clock. Episodes may have started earlier."""
+    """When the wait started, on the monotonic clock. Episodes may be older."""
 
     collected: float = field(default_factory=time.monotonic)
     """When the batch was full, on the same clock."""
 
     policy_version: int = -1
-    """What the step published; before that, the version that it began with."""
+    """Published by the step; before that, the version that it began with."""
 
     publish_s: float = 0.0
     wait_stale_s: float | None = None
-    """The part of the wait for groups that would have been too old later. None: not applicable."""
+    """Seconds spent on groups that would have been too old later."""
 
     sampling_share: float | None = None
-    """Share of the episodes' time in model calls. None: unknown."""
-
     cancelled: int = 0
 
     @property
@@ -74,24 +68,22 @@ class GroupStream:
     progress: ProgressReporter
     config: TrainingConfig
     samples: TaskSamples | None
-    """None if clients register their own samples."""
-
     lags: PolicyLags
 
     def __post_init__(self) -> None:
-        self._pool = self._batch("")  # Groups that have started but were not taken.
+        self._pool = self._batch("")
         self._behind = 0  # Training steps behind the newest published weights.
-        self._next = 1  # The step that takes groups next.
+        self._next = 1
         self._extra = self.config.extra_groups
 
         # At lag 0, groups of an interrupted step that can no longer train. An uninterrupted run would not
-        # have replaced them either.
+        # have replaced them.
         self._lost = 0
 
     def restore(self, history: History) -> None:
         """Wait again for groups that an interrupted run had started.
 
-        Call this before receiving anything: outcomes that wait at the server must find their group.
+        Call this before receiving anything: outcomes must find their group.
         """
         self._behind, self._next = history.step, history.step + 1
         if self.samples is None:
@@ -103,15 +95,15 @@ class GroupStream:
             self._lost = history.planned_groups - len(self._pool.groups)
 
     async def published(self, step: int) -> None:
-        """Weights with `step` training steps now sample, so above lag 0 groups start."""
+        """Above lag 0, groups start for weights with `step` training steps."""
         self._behind = step
         if self.lags.max:
             await self._start()
 
     async def take(self, step: int, *, version: int) -> TrainingStep:
-        """Wait for the step's groups, and for another batch if everything is too old to train.
+        """Wait for the step's groups, and for another batch if all are too old.
 
-        `version` is that of the policy that trains. If every episode fails, sets the batch aside and raises
+        `version`: of the policy that trains. If every episode fails, sets the batch aside and raises
         NoSuccessError.
         """
         began, lags, stale = time.monotonic(), LagCounts(), dict[str, str]()
@@ -153,7 +145,6 @@ class GroupStream:
         return taken
 
     def end(self) -> None:
-        """Leave out all groups, since no step follows."""
         self._leave_out(self._pool, self._behind, "the run ended before a step could take its group")
 
     def _leave_out(self, batch: Batch, step: int, reason: str) -> None:
@@ -163,7 +154,7 @@ class GroupStream:
             self.source.note(rows)
 
     async def _taken(self, step: int) -> tuple[Batch, float | None]:
-        """The step's groups, and the seconds spent waiting for some that would have been too old."""
+        """The step's groups, and the seconds spent on some that would have been too old."""
         if self.samples is None:
             batch = self._batch(f"step {step}")
             await self.collector.filled(batch)
@@ -173,7 +164,7 @@ class GroupStream:
         try:
             self._extra = self.config.extra_groups
             await self._start()
-            if not self.lags.max:  # A step's extra groups start only once.
+            if not self.lags.max:  # A step's extra groups start once.
                 self._extra = 0
             await self.collector.until(lambda: self._has_enough, batch, self._start)
             if self.lags.max:
@@ -197,7 +188,6 @@ class GroupStream:
     # The rule
 
     async def _start(self) -> bool:
-        """Start as many groups as there is room for. Returns whether there was any."""
         if not (room := self._room):
             return False
         assert self.samples is not None
@@ -208,7 +198,6 @@ class GroupStream:
 
     @property
     def _room(self) -> int:
-        """How many more groups can still train in what is left of the run."""
         left = self.config.steps + 1 - self._next
         if self.samples is None or left <= 0:
             return 0
@@ -218,7 +207,7 @@ class GroupStream:
 
     @property
     def _pending(self) -> int:
-        """Groups that have a place in a step. Those with equal rewards need none, up to a limit."""
+        """Groups with a place in a step. Equal rewards need none, up to a limit."""
         equal = sum(each.is_complete and not self._pool.counts(each) for each in self._in_time)
         limit = (MAX_TRIES - 1) * self.config.groups_per_step
         return len(self._in_time) + self._lost - min(equal, limit)
@@ -244,7 +233,7 @@ class GroupStream:
         return is_over or (counted >= self.config.groups_per_step and not is_judging)
 
     def _trains(self, step: int) -> list[Group]:
-        """The groups that the step would take now; at lag 0 all, including running ones."""
+        """Groups that the step would take now; at lag 0 all, including running ones."""
         groups = list(self._pool.groups.values())
         if not self.lags.max:
             return groups
@@ -255,7 +244,7 @@ class GroupStream:
         return [each for each in groups if each.is_complete and each.group_id not in later]
 
     def _surplus(self, step: int) -> list[Group]:
-        """Groups that the step leaves behind and that no later one can train: as many as are extra."""
+        """Extra groups that the step leaves behind and no later one can train."""
         if self._drops:
             return []
         return [each for each in self._pool.groups.values() if self._last_step(each) <= step]

@@ -1,8 +1,8 @@
 """What a teacher reads and the policy does not: `informed_prompts`.
 
-A program that knows more than it showed the model, such as the right answer or what a tool reported later,
-leaves it in the metadata of its result (`CONTEXT`). The teacher then scores the same sampled tokens after a
-prompt that has it, so that the policy learns to do without.
+A program that knows more than it showed the model, such as the right answer, leaves it in its result's
+metadata (`CONTEXT`). The teacher scores the same sampled tokens after a prompt with it, so the policy
+learns to do without.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tinkerscript.rollouts.call import Call, IntArray, conversation_of, with_mes
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 CONTEXT = "teacher_context"
-"""The key in a result's metadata: a text that follows the last message of each sequence's first prompt."""
+"""Metadata key: text after the last message of each sequence's first prompt."""
 
 
 def informed_prompts(
     episodes: Iterable[EpisodeRollouts], renderer: Callable[[], ChatRenderer]
 ) -> dict[int, IntArray]:
-    """By `id` of each sequence of an episode with a `CONTEXT`: its first prompt with that text.
+    """`id` of each sequence with a `CONTEXT` -> its first prompt with that text.
 
-    Raises EngineError for what is no text, and for a prompt that had no messages.
+    Raises EngineError unless it is text, and for a prompt without messages.
     """
     found: dict[int, IntArray] = {}
     for episode in episodes:
@@ -49,7 +49,6 @@ def informed_prompts(
 
 
 def _asked(calls: Iterable[Call], call: Call) -> tuple[list[Any], list[Any]]:
-    """The messages and the tools of a call's prompt, which may extend that of an earlier one."""
     by_id = {each.call_id: each for each in with_messages(calls)}
     root = by_id[call.call_id]
     by_id[call.call_id] = structs.replace(root, reply="{}")

@@ -1,7 +1,6 @@
 """Changes to single tokens' advantages: `KLPenalty`, `Distillation`, `correct`, and which tokens train.
 
-A task gives all tokens of an episode the same advantage. Invariant: if a model cannot provide the scores that
-are needed, the step ends before any weight changes.
+Invariant: if a model cannot provide the scores, the step ends before any weight changes.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class KLPenalty:
     """The reverse KL divergence from a reference model, as part of each token's reward.
 
     For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature; its mean
-    estimates KL(policy, reference). The advantage changes by -coef * d, or if `centered` by coef * (mean(d) -
-    d), with the mean over the batch's tokens with loss. Tokens without loss get nothing; otherwise this is
-    tinker_cookbook's `incorporate_kl_penalty`, in its distillation recipe and its RL loop.
+    estimates KL(policy, reference). The advantage changes by -coef * d, or if `centered` by coef * (mean(d)
+    - d), with the mean over the batch's tokens with loss. Except that tokens without loss get nothing, this
+    is tinker_cookbook's `incorporate_kl_penalty`.
     """
 
     reference: ReferenceLogprobs
@@ -106,7 +105,6 @@ class Distillation:
         renderer: Callable[[], ChatRenderer],
         waiting: Waiting = lambda _: nullcontext(),
     ) -> None:
-        """`renderer` makes that of the policy's prompts."""
         self._teacher = teacher
         self._name = config.teacher
         self._renderer = cache(renderer)
@@ -124,8 +122,8 @@ class Distillation:
     ) -> tuple[list[WeightedRollout], float]:
         """The sequences with new advantages, and the mean divergence in nats per token.
 
-        `episodes`: the episodes of these sequences, whose metadata may have a `CONTEXT`. Raises EngineError
-        if the teacher cannot score them.
+        `episodes`: with metadata that may have a `CONTEXT`. Raises EngineError if the teacher cannot score
+        them.
         """
         prompts = await asyncio.to_thread(informed_prompts, list(episodes), self._renderer)
         begins = [item.rollout.prompt_length for item in items]
@@ -148,7 +146,6 @@ class Distillation:
 
 
 def _behind(prompt: Any, values: Any, begin: int) -> Any:
-    """`prompt` in place of the first `begin` of `values`."""
     return np.concatenate([prompt, values[begin:]])
 
 
@@ -161,8 +158,7 @@ async def open_distillation(
     progress: ProgressReporter,
     opened: Mapping[str, FrozenModel] | None = None,
 ) -> AsyncGenerator[Distillation | None]:
-    """Open the teacher of `training.distillation`, if any. An `opened` frozen role with the same settings is
-    reused.
+    """Open the teacher of `training.distillation`, if any, or reuse an `opened` role with its settings.
 
     Raises ConfigError if the teacher cannot be opened or has another tokenizer.
     """
@@ -206,8 +202,8 @@ async def open_distillation(
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """w = trainer's probability before the update / sampler's, float64, for one sequence's tokens with loss:
-    of each token, the product over the sequence, and its geometric mean."""
+    """w = trainer's probability before the update / sampler's, float64, for one sequence's tokens with
+    loss: of each token, their product, and their geometric mean."""
 
     token: Doubles
     product: Doubles
@@ -217,7 +213,7 @@ class Ratios:
     def of(cls, rollout: Rollout, old: FloatArray) -> Ratios:
         mask = rollout.loss_mask
         gaps = old[mask].astype(np.float64) - rollout.logprobs[mask]
-        # Larger ratios would overflow float32, and are beyond any sensible bound.
+        # Larger ratios would overflow float32.
         ratios = [gaps, np.full_like(gaps, gaps.sum()), np.full_like(gaps, gaps.mean() if len(gaps) else 0.0)]
         return cls(*(np.exp(np.clip(each, -80.0, 80.0)) for each in ratios))
 
@@ -245,12 +241,13 @@ CORRECTIONS: Mapping[str, tuple[Literal["token", "product", "mean"], Callable[[D
     "geometric_mask": ("mean", _inside),
     "veto": ("token", _all_inside),
 }
-"""For each part of `RolloutCorrectionConfig`: the `Ratios` that it uses, and a function of these and its
-value that gives each token's factor.
+"""For each part of `RolloutCorrectionConfig`: its `Ratios`, and a function of these and its value that
+gives each token's factor.
 
 TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS, the
 geometric mask and the veto: Liu et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025,
-arXiv:2510.18855."""
+arXiv:2510.18855.
+"""
 
 
 def correct(
@@ -259,10 +256,10 @@ def correct(
     """Weight advantages by the trainer's probabilities before the update (`trainer`, float32 [T] logprobs
     each) over the sampler's, and make them the loss's reference.
 
-    So the update changes only the ratio to the reference, and a constant corrects what differed before it.
+    So a constant corrects the earlier difference, and the update changes only the ratio to the reference.
 
-    Metrics over tokens with loss: the mean weight, the largest ratio, and `correction/NAME`, the share that a
-    part clipped or masked.
+    Metrics over tokens with loss: the mean weight, the largest ratio, and `correction/NAME`, the share that
+    a part clipped or masked.
     """
     parts = {name: value for name in CORRECTIONS if (value := getattr(config, name)) is not None}
     corrected: list[WeightedRollout] = []
@@ -296,14 +293,13 @@ def correct(
 
 
 def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> float:
-    """DAPO's soft overlong punishment of the longest reply (Yu et al. 2025): 0 up to (1 - `buffer`) * `limit`
-    tokens, -1 at the limit, and linear between."""
+    """DAPO's soft overlong punishment of the longest reply (Yu et al. 2025): 0 up to (1 - `buffer`) *
+    `limit` tokens, -1 at the limit, linear between."""
     longest = max((call.reply_tokens for call in calls), default=0)
     return float(np.clip(((1 - buffer) * limit - longest) / (buffer * limit), -1.0, 0.0))
 
 
 def length_cost(calls: Sequence[Call], costs: Mapping[Literal["token", "turn"], float]) -> float:
-    """What an episode pays for all of its tokens and turns."""
     lengths = {"token": sum(call.reply_tokens for call in calls), "turn": len(calls)}
     return sum(cost * lengths[name] for name, cost in costs.items())
 
@@ -314,7 +310,7 @@ def length_cost(calls: Sequence[Call], costs: Mapping[Literal["token", "turn"], 
 def keep_top_entropy(
     batch: Sequence[WeightedRollout], entropies: Sequence[FloatArray], share: float
 ) -> list[WeightedRollout]:
-    """Zero the advantages outside of the `share` of tokens with the highest entropies (float32 [T] each).
+    """Zero advantages outside of the `share` of tokens with the highest entropies (float32 [T] each).
 
     Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939.
     """
@@ -338,8 +334,8 @@ def covariant_tokens(
 ) -> list[FloatArray]:
     """Mark tokens with an outstanding covariance: float32 [T] each, 1 or 0.
 
-    The covariance is (A - mean(A)) (log p - mean(log p)), with means over the batch's tokens with loss and p
-    the trainer's probability before the update (`trainer`: float32 [T] each). Marks the `share` of tokens
+    The covariance is (A - mean(A)) (log p - mean(log p)), with means over the batch's tokens with loss and
+    p the trainer's probability before the update (`trainer`: float32 [T] each). Marks the `share` of tokens
     with the largest, or with a `band` as many random tokens inside it. Cui et al. 2025, arXiv:2505.22617.
     """
     masks = [item.rollout.loss_mask for item in batch]

@@ -1,7 +1,6 @@
 """Compares two models' tokenizers by what they do.
 
-Invariant: tokenizers that pass give the same ids for every text tried, including one with every token of the
-vocabulary, and the same token for every id.
+Tokenizers that pass give the same ids for every text tried, and the same token for every id.
 """
 
 from __future__ import annotations
@@ -24,11 +23,12 @@ REMEDY = "logprobs of the same ids can be compared only between models with one 
 TOKENS_OF_TEXT = 1024
 
 Encode = Callable[[str], Awaitable[Sequence[int] | None]]
-"""Text -> ids; None if they cannot be found out."""
+"""Text -> ids; None if unknown."""
 
 
 def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
-    """Raises ConfigError with the first difference: an id's token, a special token, a merge, or a text's ids.
+    """Raises ConfigError with the first difference: an id's token, a special token, a merge, or a text's
+    ids.
 
     `whose` names the other model in messages.
     """
@@ -41,7 +41,7 @@ def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
 
 
 async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, whose: str) -> None:
-    """Raises ConfigError with the first text of at most `longest` tokens that `encode` encodes
+    """Raises ConfigError with the first text, of at most `longest` tokens, that `encode` encodes
     differently."""
     ours = _tokenizer(own)
     for text in _texts(ours, min(TOKENS_OF_TEXT, longest // 4)):
@@ -58,8 +58,8 @@ async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, 
 
 
 def check_loads_the_same(folder: Path, note: Callable[[str], None]) -> None:
-    """Compare tokenizer.json, which makes the ids that train, with what transformers loads as users of
-    checkpoints will.
+    """Compare tokenizer.json, which makes the ids that train, with what users of checkpoints get from
+    transformers.
 
     Raises ConfigError if transformers loads none, or ids or texts differ. `note` gets warnings about texts
     that do not survive a round trip, and an end-of-sequence token at which generation does not stop.
@@ -105,7 +105,6 @@ def _wrong_tokenizer(folder: Path, name: str, difference: str) -> ConfigError:
 
 
 def _changed(text: str, back: str) -> str:
-    """Where a text differs after a round trip; empty if it does not."""
     one, other = text.strip(), normalize("NFC", back).strip()
     place = next((n for n, (mine, its) in enumerate(zip_longest(one, other)) if mine != its), None)
     return "" if place is None else f"{one[place : place + 20]!r} becomes {other[place : place + 20]!r}"

@@ -29,7 +29,7 @@ class PolicyUpdate:
         self.own, *self.roles = self._learners = list(learners)
         self._lags = lags
         self._log = log
-        # Uuid -> ledger number, for the step's episodes and those that may train again.
+        # Uuid -> ledger number, of episodes that may train (again).
         self._sequences: dict[str, int] = {}
         self._restore(parts)
 
@@ -82,7 +82,6 @@ class PolicyUpdate:
         return [await each.train(step.number) for each in self._learners]
 
     def _replayed(self, learner: Learner, step: TrainingStep) -> list[RolloutGroup]:
-        """Draw groups of earlier steps to train on again, and count their lags."""
         if learner.replay is None:
             return []
         done = step.number - 1
@@ -101,7 +100,7 @@ class PolicyUpdate:
         return list(rows.values())
 
     def note_tokens(self, step: TrainingStep, *, stopped: str = "") -> None:
-        """Keep the numbers for each token, if the run records them or they explain why it stops."""
+        """Keep each token's numbers, if the run records them or they explain why it stops."""
         if not (stopped or keeps_tokens(self._recording, step.number)):
             return
         for learner in self._learners:

@@ -1,7 +1,7 @@
 """Token alignment: is what trains exactly what was sampled?
 
-`checks` compares a sequence with its calls, `diagnosis` compares logprobs with the trainer's and with those
-in sibling sequences, `report` counts the results over a step and the whole run.
+`checks` compares a sequence with its calls, `diagnosis` logprobs with the trainer's and sibling sequences',
+and `report` counts the results.
 """
 
 from tinkerscript.rollouts.alignment.checks import ERRORS, WARNINGS, find_errors, find_warnings

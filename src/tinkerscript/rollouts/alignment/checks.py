@@ -1,7 +1,6 @@
-"""Checks of one sequence against its calls.
+"""Checks of one sequence against its calls, in time linear in its tokens.
 
-`find_errors` names what keeps a sequence from training, `find_warnings` counts what is suspicious but may
-train. Both take time linear in the sequence's tokens, regardless of the number of calls.
+`find_errors` names what keeps a sequence from training, `find_warnings` counts what is only suspicious.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import numpy.typing as npt
 from tinkerscript.rollouts.call import Call, FloatArray
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
-POSITIVE_TOLERANCE = 1e-6  # Logprobs up to this are 0 with a rounding error.
+POSITIVE_TOLERANCE = 1e-6  # Logprobs up to this are rounding errors.
 SENTINEL_LOGPROB = -9999.0  # Sent by servers that cannot send -inf.
-FROM_TEXT = frozenset({"text", "retokenised"})  # `Call.ids_from` of ids that were encoded from text.
+FROM_TEXT = frozenset({"text", "retokenised"})  # `Call.ids_from` of encoded text.
 
-# Name -> what is wrong. `diagnosis` finds the last six by comparison.
+# Name -> what is wrong. `diagnosis` finds the last six.
 ERRORS: Mapping[str, str] = {
     "lengths_differ": "tokens, mask, and logprobs have different lengths",
     "nothing_sampled": "the sequence has no sampled token",
@@ -61,10 +60,10 @@ def find_errors(
 ) -> list[str]:
     """Return the names of a sequence's errors; empty if it may train.
 
-    `vocabulary`: number of token ids. `prompts`: full prompts of the episode's calls (`full_prompts`), to
-    check calls whose parent is in another sequence; without them, only the new prompt ids of such calls are
-    checked. `refuse_constrained`: whether a constrained token is an error. `scales_logits`: whether the
-    trainer scores tokens at their sampling temperature.
+    `vocabulary`: number of token ids. `prompts`: the episode's full prompts (`full_prompts`); without them,
+    calls with a parent in another sequence are checked from their new prompt ids on. `refuse_constrained`:
+    whether a constrained token is an error. `scales_logits`: whether the trainer scores at the sampling
+    temperature.
     """
     length = len(rollout.tokens)
     arrays = [rollout.sampled, rollout.loss_mask, rollout.logprobs, rollout.rewards]
@@ -119,7 +118,7 @@ def _segment_errors(rollout: Rollout, scales_logits: bool) -> Iterator[str]:
 
 
 def _same(ours: FloatArray, theirs: FloatArray) -> bool:
-    """Equal, or not finite, which is reported separately."""
+    """Values that are not finite count as equal: they are reported separately."""
     return ours.tobytes() == theirs.tobytes() or not np.isfinite(ours).all()
 
 
@@ -127,7 +126,7 @@ def _call_errors(call: Call, scales_logits: bool) -> Iterator[str]:
     if call.temperature == 0:
         yield "greedy"
     elif call.temperature != 1 and call.logprob_kind == "raw":
-        # The losses need logprobs of the distribution that was sampled from.
+        # Losses need logprobs of the distribution sampled from.
         yield "raw_logprobs_at_temperature"
     elif call.temperature != 1 and not scales_logits:
         yield "temperature_not_one"
@@ -138,8 +137,7 @@ def _call_errors(call: Call, scales_logits: bool) -> Iterator[str]:
 def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[str]:
     """Compare each call's prompt with the tokens before it.
 
-    After a parent in this sequence, only the new tokens are compared: the parent's check covers the earlier
-    ones.
+    After a parent in this sequence, only new tokens are compared.
     """
     tokens, ends = rollout.tokens, dict[str, Segment]()
     for segment in rollout.segments:
@@ -159,7 +157,7 @@ def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[s
         ends[call.call_id] = segment
 
 
-# Name -> what it means. `InferenceContext` counts those about a server's reply.
+# Name -> what it means. `InferenceContext` counts the ones about replies.
 WARNINGS: Mapping[str, str] = {
     "no_stop_token": "a reply ended with a stop string, or was cut off, instead of ending with a stop token",
     "stop_token_inside": "a reply contains a stop token before its end",

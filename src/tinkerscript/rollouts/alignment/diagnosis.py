@@ -1,12 +1,11 @@
 """Compares logprobs: the sampler's with the trainer's, and sibling sequences with each other.
 
 `Gap` measures the difference between sampler and trainer. `diagnose` names its pattern: shifted, truncated,
-of the most likely token, or of tokens that were not sampled. These are real faults of servers and trainers,
-and noise does not produce them. Without a pattern, the finding is `logprob_gap`.
+of the most likely token, or of tokens not sampled. Real servers have these faults. Without a pattern, the
+finding is `logprob_gap`.
 
-`Contradictions` needs no trainer. The sequences of a group start with the same prompt. While their sampled
-tokens agree, the same weights must give the next token a single logprob, and different next tokens
-probabilities that sum to at most 1. Logprobs that are shifted, or of the most likely token, violate this.
+`Contradictions` needs no trainer. While the sampled tokens of a group's sequences agree, the same weights
+must give the next token one logprob, and different next tokens probabilities that sum to at most 1.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, TokenConstraint
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
-MAX_D = 50.0  # |d| is clipped to this, so that one impossible token leaves the sums finite.
-MIN_TOKENS = 8  # No pattern is reported for fewer tokens of misaligned calls.
+MAX_D = 50.0  # One impossible token leaves the sums finite.
+MIN_TOKENS = 8  # Fewer tokens show no pattern.
 SHIFTS = (1, -1, 2, -2)
-UNEXPLAINED = 0.2  # Share of the gap that a pattern may leave unexplained.
-EQUAL_WITHIN = 0.01  # Logprobs that differ by at most this count as equal.
+UNEXPLAINED = 0.2  # Share of the gap that a pattern may leave.
+EQUAL_WITHIN = 0.01
 NEARLY_ALL = 0.98
-MOST_CALLS = 0.8  # Share of the misaligned calls that must show a per-call pattern.
-MAX_TOTAL = 1.05  # Total probability of different tokens after one prefix, allowing for rounding.
-OVERFULL_SHARE = 0.05  # Share of prefixes that may exceed `MAX_TOTAL` on a noisy server.
+MOST_CALLS = 0.8  # Share of the misaligned calls that must show the pattern.
+MAX_TOTAL = 1.05  # Allows for rounding.
+OVERFULL_SHARE = 0.05  # Share of prefixes above `MAX_TOTAL` on a noisy server.
 
 
 def is_comparable(call: Call) -> bool:
-    """Whether the logprobs are of the whole distribution, not of what an unknown grammar left."""
+    """Whether the logprobs are of the whole distribution, not of what a grammar left."""
     return TokenConstraint.UNKNOWN not in call.constrained
 
 
 @dataclass
 class Gap:
-    """The sampler's logprobs against the trainer's, as sums over n tokens, which can be added up.
+    """The sampler's logprobs against the trainer's, as sums over n tokens.
 
     With d = trainer - sampler: k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) estimate KL(sampler || trainer)
     (Schulman 2020, "Approximating KL divergence"); the effective sample size is (sum w)^2 / (n sum w^2)
@@ -58,7 +57,7 @@ class Gap:
 
     @classmethod
     def between(cls, sampler: FloatArray, trainer: FloatArray) -> Gap:
-        """Compare the logprobs of n sampled tokens, float32 [n] each. Raises AlignmentError for NaN."""
+        """Compare logprobs, float32 [n] each. Raises AlignmentError for NaN."""
         d = trainer.astype(np.float64) - sampler
         if np.isnan(d).any():
             raise AlignmentError("the trainer's or the sampler's logprobs are not numbers")
@@ -89,7 +88,6 @@ class Gap:
         return self.sum_abs / self.tokens if self.tokens else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by name; empty without tokens."""
         if not self.tokens:
             return {}
         return {
@@ -111,8 +109,6 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The n sampled tokens of one call."""
-
     ids: IntArray
     """int32 [n]"""
 
@@ -134,8 +130,6 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What is wrong: a name in `ERRORS`, and the figures."""
-
     name: str
     detail: str
 
@@ -148,8 +142,7 @@ def diagnose(
 ) -> Finding | None:
     """Name the pattern of the calls with a mean |dlogp| above `threshold`; None without such calls.
 
-    `retokenise(ids)` decodes ids and encodes the text again. Without it, ids encoded from text are not
-    recognized.
+    `retokenise(ids)` encodes the ids' text again, to recognize ids encoded from text.
     """
     bad = [pair for pair in pairs if len(pair.ids) and pair.gap > threshold]
     if not bad:
@@ -190,11 +183,11 @@ def _shifted(bad: Sequence[Pair], mean: float, figures: str) -> Finding | None:
 
 
 def _residuals(bad: Sequence[Pair], shift: int) -> tuple[float, float]:
-    """Mean |sampler[i] - trainer[i + shift]| within the calls, infinite if too little overlaps; and the least
-    that the same logprobs leave without the shift, or in a random order.
+    """Mean |sampler[i] - trainer[i + shift]| within the calls, infinite for too little overlap; and the
+    least that the same logprobs leave unshifted or shuffled.
 
-    A collapsed policy gives nearly every token the same logprob. Where only the first or the last tokens
-    differ, every shift fits, because it leaves them out; so does every order.
+    The second one is small too for a collapsed policy, with nearly equal logprobs, and where only the first
+    or last tokens differ.
     """
     first, last = slice(abs(shift), None), slice(-abs(shift))
     of_sampler, of_trainer = (last, first) if shift > 0 else (first, last)
@@ -211,7 +204,7 @@ def _residuals(bad: Sequence[Pair], shift: int) -> tuple[float, float]:
 
 
 def _truncated(bad: Sequence[Pair], figures: str) -> Finding | None:
-    """Whether calls end with a filler value, mostly 0, and match before it."""
+    """Whether calls end with a filler value, mostly 0, and match before."""
     fits, missing = 0, 0
     for pair in bad:
         kept = _before_filler(pair.sampler)
@@ -233,7 +226,7 @@ def _before_filler(logprobs: FloatArray) -> int:
 
 
 def _retokenised(bad: Sequence[Pair], retokenise: Callable[[IntArray], Sequence[int]] | None) -> bool:
-    """Whether calls match at first, never after the first mismatch, and have canonical ids."""
+    """Whether calls match only before a first mismatch, and have canonical ids."""
     if retokenise is None:
         return False
     heads = [int(np.argmin(pair.matches)) for pair in bad]
@@ -245,7 +238,7 @@ def _retokenised(bad: Sequence[Pair], retokenise: Callable[[IntArray], Sequence[
 
 
 def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
-    """Never below the trainer's; where above, the two probabilities sum to at most 1."""
+    """Never below the trainer's; where above, both probabilities sum to at most 1."""
     sampler = np.concatenate([pair.sampler for pair in bad]).astype(np.float64)
     trainer = np.concatenate([pair.trainer for pair in bad]).astype(np.float64)
     above = sampler - trainer > EQUAL_WITHIN
@@ -258,16 +251,14 @@ def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
 @dataclass
 class Contradictions:
     repeats: int = 0
-    """How often a token was sampled again after the same prefix."""
-
     gap: float = 0.0
-    """Summed |difference| of the repeats' logprobs."""
+    """Summed |difference| of their logprobs."""
 
     prefixes: int = 0
-    """Prefixes after which different tokens were sampled."""
+    """Prefixes with several next tokens."""
 
     overfull: int = 0
-    """Such prefixes with probabilities that sum to more than `MAX_TOTAL`."""
+    """Prefixes with a total probability above `MAX_TOTAL`."""
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
         alike: defaultdict[tuple[object, ...], list[Segment]] = defaultdict(list)
@@ -311,7 +302,7 @@ class Contradictions:
             self.overfull += total > MAX_TOTAL
 
     def finding(self, *, threshold: float) -> Finding | None:
-        """None unless there is enough to compare and the contradictions exceed noise."""
+        """None with too little to compare, or only noise."""
         mean = self.gap / self.repeats if self.repeats else 0.0
         if self.repeats >= MIN_TOKENS and mean > threshold:
             return Finding(

@@ -1,7 +1,4 @@
-"""`AlignmentReport`: findings about tokens, for the current step and the whole run.
-
-Invariant: everything added counts toward both; a new step resets only the step.
-"""
+"""`AlignmentReport`: findings about tokens, for the current step and the whole run."""
 
 from __future__ import annotations
 
@@ -21,21 +18,15 @@ class Counts:
     episodes: int = 0
     sequences: int = 0
     calls: int = 0
-    """Calls that sampled something."""
-
     truncated: int = 0
-    """Calls that the token limit ended."""
-
     tokens_sampled: int = 0
     tokens_trained: int = 0
     tokens_total: int = 0
-    """Tokens of the sequences, including prompts."""
-
     side_calls: int = 0
     """Calls that an agent made outside of its work."""
 
     tokens_unmerged: int = 0
-    """Tokens of the same calls, each with its full prompt."""
+    """The same calls' tokens, each with its full prompt."""
 
     errors: Counter[str] = field(default_factory=Counter[str])
     warnings: Counter[str] = field(default_factory=Counter[str])
@@ -43,13 +34,11 @@ class Counts:
     ids_from: Counter[str] = field(default_factory=Counter[str])
     logprob_kinds: Counter[str] = field(default_factory=Counter[str])
     constrained: Counter[str] = field(default_factory=Counter[str])
-    """Sampled tokens that a grammar constrained, by `TokenConstraint` name."""
-
     ignored: Counter[str] = field(default_factory=Counter[str])
-    """Calls by the fields that had no effect (`Call.ignored`)."""
+    """Calls by fields without effect (`Call.ignored`)."""
 
     gaps: dict[int, Gap] = field(default_factory=dict[int, Gap])
-    """Sampler against trainer, by policy lag in training steps."""
+    """By policy lag in training steps."""
 
     def add_episode(self, episode: EpisodeRollouts) -> None:
         self.episodes += 1
@@ -80,7 +69,7 @@ class Counts:
 
     @property
     def merge_ratio(self) -> float:
-        """Tokens of separate calls per token of the merged sequences."""
+        """Tokens of separate calls per token of merged sequences."""
         return self.tokens_unmerged / self.tokens_total if self.tokens_total else 0.0
 
     @property
@@ -88,7 +77,6 @@ class Counts:
         return self.gaps.get(0, Gap())
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of one step; names start with `alignment/`."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         found = {name: float(value) for name, value in values.items() if isinstance(value, int)}
         del found["tokens_unmerged"]
@@ -165,7 +153,6 @@ class AlignmentReport:
 
     @property
     def max_abs_dlogp(self) -> float:
-        """Largest |dlogp| between trainer and sampler at policy lag 0."""
         return self.whole.at_lag_0.max_abs
 
     def as_json(self) -> dict[str, object]:
@@ -180,7 +167,7 @@ class AlignmentReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AlignmentReport:
-        """Restore a report from `as_json`. An empty mapping gives an empty report."""
+        """Undo `as_json`. An empty mapping gives an empty report."""
         report = cls()
         report.whole = Counts.from_json(data)
         report.findings = list(data.get("findings", []))
@@ -188,7 +175,6 @@ class AlignmentReport:
 
 
 def explain(report: AlignmentReport) -> list[str]:
-    """Summarize a report for people, one line per fact, most severe first."""
     return [*_verdict(report), *_counted("warning", report.whole.warnings, WARNINGS), *_figures(report)]
 
 
@@ -217,7 +203,7 @@ def _counted(kind: str, counts: Mapping[str, int], meanings: Mapping[str, str]) 
         yield f"{kind}, {number:,}x {name}: {meanings.get(name, name)}"
 
 
-MERGED = 1.05  # Minimum merge ratio worth reporting. With one call per episode there is nothing to merge.
+MERGED = 1.05  # With one call per episode there is nothing to merge.
 
 
 def _figures(report: AlignmentReport) -> Iterator[str]:

@@ -1,11 +1,9 @@
-"""`EpisodeBook`: every episode of a run, and who may claim, renew, end, abort, cancel, retry or drop
-which.
+"""`EpisodeBook`: every episode of a run, and who may claim, renew, end, abort, cancel, retry or drop which.
 
 Invariants: an episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result
 counts only from the claim that holds the lease; a failure that a trainer may have used is final. The book
 holds all episodes that are not consumed and about the last `KEPT` consumed ones; the ledger has the rest
-(`recall`). Pure: no I/O, no asyncio, injected clocks. Each operation costs O(log n), except an operator's
-pages. `take_changes` returns what has changed.
+(`recall`). No I/O, no asyncio, injected clocks. Operations cost O(log n), except an operator's pages.
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ from tinkerscript.server.episodes.record import (
     content_digest,
 )
 
-# Failures that are not the attempt's fault: its client was stopped, or never got the claim. Beyond
-# `MAX_FORGIVEN` they do count against `max_attempts`, so that a client cannot keep an episode from ending.
+# These failures are not the attempt's fault. After `MAX_FORGIVEN` they do count, so that no client can keep
+# an episode from ending.
 FORGIVEN_KINDS = (HANDED_BACK, CLIENT_GONE, CLIENT_STOPPED)
 MAX_FORGIVEN = 20
 
-KEPT = 10_000  # Minimum number of consumed episodes in the book: clients may still ask about recent ones.
+KEPT = 10_000  # Clients may still ask about recent consumed episodes.
 
-# Outcomes in undone steps after which a client's own sample cannot train again; None: no such step used it.
+# Outcomes in undone steps after which a client's sample cannot train again. None: no such step used it.
 LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT, Use.STALE)
 
 
@@ -58,7 +56,7 @@ class EpisodeBook:
         wall: Callable[[], float] = time.time,
         kept: int = KEPT,
     ) -> None:
-        """`clock` measures leases. `wall` (Unix time) measures lifetimes of claims, also across restarts."""
+        """`clock` measures leases, `wall` (Unix time) claims' lifetimes, also across restarts."""
         self.leases = Leases(clock, wall, max_claim_s=max_claim_s)
         self.queues = Queues(self.get)
         self.counts = StateCounts()
@@ -68,23 +66,17 @@ class EpisodeBook:
         self._max_attempts = max_attempts
         self._episodes: dict[str, EpisodeRecord] = {}
         self._unfinished: dict[int, EpisodeRecord] = {}
-        """Episodes that are not consumed, by sequence and in its order."""
-
         self.open_ends: dict[int, EpisodeRecord] = {}
-        """Episodes that ended or failed and are not consumed, by end number."""
+        """Ended or failed, not consumed, by end number."""
 
         self._failed: dict[int, EpisodeRecord] = {}
-        """Failed episodes that are not dropped, by sequence and in order of failure."""
+        """Not dropped, by sequence and in order of failure."""
 
         self._consumed = deque[str]()
-        """Uuids of the consumed episodes in the book, oldest first."""
-
         self._claims: dict[str, dict[str, EpisodeRecord]] = {}
         """Claims that hold their lease: `client_uuid` -> episode uuid -> episode."""
 
         self._claimed: dict[str, EpisodeRecord] = {}
-        """The same claims by episode uuid, oldest first."""
-
         self._changes = Changes()
         self._next_sequence = 1
         self._next_end = 1
@@ -133,34 +125,29 @@ class EpisodeBook:
         return len(self._failed)
 
     def latest_failed(self, limit: int) -> list[EpisodeRecord]:
-        """Failed episodes that are not dropped, newest failure first."""
         return list(islice(reversed(self._failed.values()), limit))
 
     def answered(self, client_uuid: str, claim_request_id: str) -> list[EpisodeRecord] | None:
-        """Episodes that answered this request and whose claims still hold.
-
-        None if the request was never answered with an episode.
-        """
+        """Episodes that answered this request, if its claims still hold; None if it was never answered."""
         return self._requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
 
     def unfinished(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """A page of episodes that are not consumed, by sequence, after the number `after`."""
+        """Return a page in the order of sequences."""
         return _page(self._unfinished.values(), after=after, limit=limit)
 
     def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """A page of failed episodes that are not dropped, by sequence, after the number `after`."""
+        """Return a page in the order of sequences, without dropped episodes."""
         failed = sorted(self._failed.values(), key=attrgetter("sequence"))
         return _page(failed, after=after, limit=limit)
 
     def take_changes(self) -> Changes:
-        """Return the changes since the last call, each episode once."""
         changes, self._changes = self._changes, Changes()
         return changes
 
     # What the trainer does
 
     def restore(self, stored: StoredEpisodes) -> None:
-        """Fill an empty book. Leases start anew, because clients could not renew them meanwhile."""
+        """Fill an empty book. Leases start anew."""
         for (pool, kind, state), number in stored.past.items():
             self.counts.past(pool, kind, state, number)
         claimed = list[EpisodeRecord]()
@@ -176,7 +163,6 @@ class EpisodeBook:
         self._requests.restore(self._episodes.values())
 
     def recall(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Take back consumed episodes that only the ledger had."""
         for episode in episodes:
             if episode.uuid not in self._episodes:
                 self._episodes[episode.uuid] = episode
@@ -198,7 +184,7 @@ class EpisodeBook:
     ) -> None:
         """Add an episode and its copies. Idempotent for the same content.
 
-        Raises ConflictError, and adds none, if one exists with other content. `recall` past ones first.
+        Raises ConflictError, and adds none, if one has other content. `recall` past ones first.
         """
         digest = content_digest(
             episode_type.encode(), group_id.encode(), payload, pool.encode(), b"%d" % group_size
@@ -232,10 +218,7 @@ class EpisodeBook:
             self._changes.added[each] = episode
 
     def cancel(self, uuid: str, reason: str) -> bool:
-        """Fail an episode that is no longer needed. Returns False if it is already over.
-
-        Raises UnknownEpisodeError.
-        """
+        """Return False if the episode is over. Raises UnknownEpisodeError."""
         episode = self.get(uuid)
         if episode.state == "registered":
             self._note_failure(episode, Failure(kind=CANCELLED, message=reason))
@@ -248,7 +231,7 @@ class EpisodeBook:
         return True
 
     def offer_failure(self, uuid: str) -> EpisodeRecord:
-        """Mark a failure as known to a trainer, which makes it final. Raises UnknownEpisodeError."""
+        """Make a failure final, because a trainer knows it. Raises UnknownEpisodeError."""
         episode = self.get(uuid)
         if not episode.offered:
             episode.offered = True
@@ -256,8 +239,7 @@ class EpisodeBook:
         return episode
 
     def consume(self, sequence: int) -> None:
-        """Mark an outcome as used or left out. Idempotent; ignores episodes that are unknown or have not
-        ended."""
+        """Ignore episodes that are unknown or have not ended."""
         episode = self._unfinished.get(sequence)
         if episode is not None and episode.end_number is not None:
             self._consume(episode)
@@ -275,7 +257,7 @@ class EpisodeBook:
 
         `used`: sequence -> outcome, for episodes that only undone steps used. `plan_lag`: see `Resume`.
         `spoiled`: see `Beginning`. Returns the episodes given up, which are consumed. Consumed episodes
-        that the next step or clients' own samples can train on become open again.
+        that can train again become open.
         """
         first = max(1, step + 1 - plan_lag)
         kept, given_up = list[EpisodeRecord](), list[EpisodeRecord]()
@@ -288,7 +270,7 @@ class EpisodeBook:
                     kept.append(episode)
             elif is_training and first <= episode.step <= step + 1 and not episode.undone:
                 groups.setdefault(episode.group_id, []).append(episode)
-            elif not is_training or episode.step:  # Step 0 was planned by no trainer.
+            elif not is_training or episode.step:  # Not planned by a trainer.
                 is_cut_short = not is_training and not episode.consumed
                 if (episode.step > step or is_cut_short) and not episode.undone:
                     episode.undone = resumption
@@ -312,16 +294,16 @@ class EpisodeBook:
         return given_up
 
     def planned(self, step: int, *, plan_lag: int = 0) -> list[EpisodeRecord]:
-        """Episodes that were planned for `step`, or for one up to `plan_lag` earlier, and may train in it."""
+        """Include episodes planned up to `plan_lag` steps earlier."""
         found = (
             each
             for each in self._unfinished.values()
             if each.pool == TRAINER_POOL and step - plan_lag <= each.step <= step and _is_planned(each)
         )
-        return sorted(found, key=attrgetter("sequence"))  # Reopened episodes are at the end.
+        return sorted(found, key=attrgetter("sequence"))  # Reopened episodes come last.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
-        """Number of groups planned for a step, without those set aside. `used`: as in `resume`."""
+        """Count the groups that were not set aside. `used`: as in `resume`."""
         planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
         aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
         return len({each.group_id for each in planned} - aside)
@@ -338,7 +320,7 @@ class EpisodeBook:
         policy_version: int = 0,
         claim_request_id: str = "",
     ) -> EpisodeRecord | None:
-        """Hand out the oldest registered episode, or None. A requeued episode keeps its place.
+        """Hand out the oldest registered episode. Requeued ones keep their place.
 
         The caller must check with `answered` that the request is new.
         """
@@ -359,7 +341,7 @@ class EpisodeBook:
         return episode
 
     def held(self, uuid: str, attempt: int) -> EpisodeRecord:
-        """Return the episode and renew the lease, if this claim holds it.
+        """Renew the lease, if this claim holds it.
 
         Raises UnknownEpisodeError, or NotTheOwnerError with the reason.
         """
@@ -371,9 +353,9 @@ class EpisodeBook:
     def end(
         self, uuid: str, attempt: int, *, reward: float, result: bytes, is_success: bool | None = None
     ) -> EpisodeRecord:
-        """Store the result of the claim that holds the lease. Idempotent for the same result.
+        """Store a claim's result. Idempotent for the same result.
 
-        Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a second, different result.
+        Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a different result.
         """
         episode = self.get(uuid)
         digest = content_digest(result)
@@ -388,7 +370,7 @@ class EpisodeBook:
         return episode
 
     def abort(self, uuid: str, attempt: int, failure: Failure) -> EpisodeRecord:
-        """Fail an attempt. The episode is requeued, or fails with its last attempt. Idempotent.
+        """Fail an attempt: requeue the episode, or fail it if no attempt is left. Idempotent.
 
         Raises UnknownEpisodeError or NotTheOwnerError.
         """
@@ -401,7 +383,7 @@ class EpisodeBook:
         return episode
 
     def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
-        """Fail an episode that no claim could ever finish, even if it has attempts left.
+        """Fail an episode that no claim could finish.
 
         Raises UnknownEpisodeError, or NotTheOwnerError if the claim does not hold the lease.
         """
@@ -412,7 +394,7 @@ class EpisodeBook:
         self._close_claim(episode, "failed")
 
     def give_up(self, uuid: str, reason: str) -> EpisodeRecord:
-        """Fail an ended episode whose result is too large to deliver to a trainer.
+        """Fail an ended episode with a result too large to deliver.
 
         Raises UnknownEpisodeError, or ConflictError if it has not ended or is consumed.
         """
@@ -426,14 +408,14 @@ class EpisodeBook:
     def release_client(
         self, client_uuid: str, reason: str, *, kind: str = WORKER_DIED
     ) -> list[EpisodeRecord]:
-        """Close all claims of a client that died or was stopped. Returns their episodes."""
+        """Return the episodes of closed claims."""
         held = list(self._claims.get(client_uuid, {}).values())
         for episode in held:
             self._lose(episode, _failure_of(episode, kind, reason))
         return held
 
     def expire(self) -> list[EpisodeRecord]:
-        """Close the claims that have expired, by lease or lifetime. Returns their episodes."""
+        """Close claims past their lease or lifetime. Returns their episodes."""
         closed = list[EpisodeRecord]()
         while (found := self.leases.find_expired()) is not None:
             episode, kind, message = found
@@ -444,7 +426,7 @@ class EpisodeBook:
     # What an operator does
 
     def retry(self, uuid: str) -> EpisodeRecord:
-        """Requeue a failed episode with a new budget of attempts. Its failures are kept.
+        """Requeue a failed episode with new attempts.
 
         Raises UnknownEpisodeError, or ConflictError if it has not failed or the failure is final.
         """
@@ -456,8 +438,7 @@ class EpisodeBook:
         return episode
 
     def empty(self, uuids: Iterable[str]) -> set[str]:
-        """Mark consumed episodes as emptied: without their bytes they cannot train again. Returns their
-        uuids."""
+        """Mark episodes, which then cannot train again. Returns the uuids."""
         emptied = [each for each in map(self.get, uuids) if each.consumed]
         for episode in emptied:
             episode.emptied = True
@@ -466,8 +447,8 @@ class EpisodeBook:
     def drop(self, uuid: str) -> EpisodeRecord:
         """Remove a failed episode from the list of failures. Idempotent.
 
-        A failure that is not consumed can be dropped only in a client's own pool, where no trainer waits
-        for it; that consumes it. Raises UnknownEpisodeError, or ConflictError with the reason.
+        One that is not consumed must be in a client's pool, where no trainer waits for it; this consumes
+        it. Raises UnknownEpisodeError, or ConflictError with the reason.
         """
         episode = self._get_failed(uuid)
         if not episode.consumed:
@@ -505,8 +486,7 @@ class EpisodeBook:
             self._failed[episode.sequence] = episode
 
     def _move(self, episode: EpisodeRecord, state: State) -> None:
-        """Change a state. Nothing else does. Raises ConflictError for a transition that is not in the
-        table."""
+        """Nothing else changes a state. Raises ConflictError for an illegal transition."""
         if state not in TRANSITIONS[episode.state]:
             raise ConflictError(f"episode {episode.uuid!r} cannot go from {episode.state} to {state}")
         if episode.state == "registered":
@@ -542,7 +522,6 @@ class EpisodeBook:
         self._touch_attempt(episode, failure.attempt)
 
     def _touch_attempt(self, episode: EpisodeRecord, attempt: int) -> None:
-        """Note that the last claim was made or failed. Attempt 0: the episode failed while unclaimed."""
         self._changes.attempts[episode.sequence, attempt] = attempt_row(episode, attempt)
 
     def _start_claim(self, episode: EpisodeRecord) -> None:
@@ -551,7 +530,7 @@ class EpisodeBook:
         self._claimed[episode.uuid] = episode
 
     def _close_claim(self, episode: EpisodeRecord, state: State, *, fault: str = "") -> None:
-        """Close the claim that holds the lease. `fault`: what its client did wrong."""
+        """`fault`: what the claim's client did wrong."""
         owned = self._claims[episode.client_uuid]
         del owned[episode.uuid], self._claimed[episode.uuid]
         if not owned:
@@ -561,10 +540,8 @@ class EpisodeBook:
         self._move(episode, state)
 
     def _lose(self, episode: EpisodeRecord, failure: Failure, *, fault: str = "") -> None:
-        """Fail the claim that holds the lease, and requeue the episode while it has attempts left.
-
-        `FORGIVEN_KINDS` are requeued in any case, up to `MAX_FORGIVEN` times.
-        """
+        """Requeue the episode while it has attempts left. `FORGIVEN_KINDS` are requeued anyway, up to
+        `MAX_FORGIVEN` times."""
         if failure.kind in FORGIVEN_KINDS and _forgiven(episode) < MAX_FORGIVEN:
             episode.forgiven += 1
             fault = ""
@@ -584,8 +561,6 @@ class EpisodeBook:
             self._let_go(self.kept)
 
     def _let_go(self, number: int) -> None:
-        """Forget the oldest consumed episodes, except failures that an operator should see. The ledger has
-        them."""
         for uuid in [self._consumed.popleft() for _ in range(number)]:
             episode = self._episodes.get(uuid)
             if episode is None or not episode.consumed:
@@ -596,7 +571,6 @@ class EpisodeBook:
             self._failed.pop(episode.sequence, None)
 
     def _reopen(self, episode: EpisodeRecord) -> None:
-        """Undo `_consume`."""
         self._set_consumed(episode, False)
         self.counts.begun(episode)
         self._unfinished[episode.sequence] = episode
@@ -614,13 +588,12 @@ class EpisodeBook:
 
 
 def _is_planned(episode: EpisodeRecord) -> bool:
-    """Whether a step that still counts planned the episode."""
     return episode.step > 0 and episode.episode_type == "train" and not episode.undone
 
 
 def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
-    """Whether a group that no step has used may still train: no member was cancelled, set aside, given up
-    or emptied, and at least one result was not left out or stale."""
+    """Whether no member was cancelled, set aside, given up or emptied, and a result was not left out or
+    stale."""
     for episode in group:
         is_cancelled = episode.state == "failed" and episode.failures[-1].kind == CANCELLED
         gone = episode.consumed and used.get(episode.sequence, Use.SET_ASIDE) in (Use.SET_ASIDE, Use.GIVEN_UP)
@@ -645,5 +618,4 @@ def _failure_of(episode: EpisodeRecord, kind: str, message: str) -> Failure:
 
 
 def _page(episodes: Iterable[EpisodeRecord], *, after: int, limit: int) -> list[EpisodeRecord]:
-    """The first `limit` episodes with a sequence above `after`. `episodes` are in order."""
     return list(islice((episode for episode in episodes if episode.sequence > after), limit))

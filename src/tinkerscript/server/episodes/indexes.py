@@ -36,29 +36,25 @@ from tinkerscript.server.episodes.record import (
 
 RequestKey = tuple[str, str]  # `client_uuid` and `claim_request_id`.
 
-# Consumed episodes that only the ledger has, counted by pool, type and state.
+# Consumed episodes that only the ledger has, by pool, type and state.
 PastCounts = Mapping[tuple[str, EpisodeType, State], int]
 
 
 class StoredEpisodes(NamedTuple):
-    """What a book loads of the episodes in a ledger, and what it knows about the rest."""
-
     present: list[EpisodeRecord]
     """In order of registration."""
 
     past: PastCounts = MappingProxyType({})
     last_sequence: int = 0
-    """The highest of all episodes, not only those present. The same for `last_end`."""
+    """The highest of all episodes, not only the ones present. `last_end` likewise."""
 
     last_end: int = 0
 
 
-REMEMBERED = 100_000  # Latest answered requests to remember after their claims have ended.
+REMEMBERED = 100_000  # Latest answered requests to remember after their claims.
 
 
 class ClaimRequests:
-    """How each claim request was answered. Claims without a request id are not in it."""
-
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._remembered = remembered
         self._held: dict[RequestKey, dict[str, EpisodeRecord]] = {}
@@ -68,7 +64,6 @@ class ClaimRequests:
         return len(self._held) + len(self._over)
 
     def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
-        """Fill an empty index from the request ids stored with the episodes."""
         over = list[RequestKey]()
         for episode in episodes:
             keys = zip(episode.claimants, episode.request_ids, strict=True)
@@ -84,7 +79,6 @@ class ClaimRequests:
                 self._remember(key)
 
     def claimed(self, episode: EpisodeRecord) -> None:
-        """Record that the episode's last claim answers its request."""
         key = _key(episode)
         if key[1]:
             self._held.setdefault(key, {})[episode.uuid] = episode
@@ -100,7 +94,7 @@ class ClaimRequests:
             self._remember(key)
 
     def answered(self, key: RequestKey) -> list[EpisodeRecord] | None:
-        """Episodes whose claims still hold, in the order of the reply. None for a new request."""
+        """Episodes in the order of the reply; None for a new request."""
         held = self._held.get(key)
         if held is not None:
             return list(held.values())
@@ -122,13 +116,11 @@ class _Queue:
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, str]] = []
-        """(sequence, uuid), also of episodes that are no longer registered."""
+        """(sequence, uuid), also of episodes no longer registered."""
         self.registered = 0
 
 
 class Queues:
-    """The registered episodes of each pool and type, oldest first."""
-
     def __init__(self, find: Callable[[str], EpisodeRecord]) -> None:
         self._find = find
         self._queues: dict[tuple[str, EpisodeType], _Queue] = {}
@@ -152,13 +144,12 @@ class Queues:
         return sum(queue.registered for queue in self._of(pool, claim_type))
 
     def oldest(self, pool: str, claim_type: ClaimType) -> EpisodeRecord | None:
-        """Pop the oldest registered episode, or None."""
         queues = self._of(pool, claim_type)
         while waiting := [queue for queue in queues if queue.heap]:
             queue = min(waiting, key=lambda candidate: candidate.heap[0])
-            # Evaluations first: the trainer starts only as many of their episodes as may run at once.
+            # Evaluations first: the trainer starts only as many as may run at once.
             if pool == TRAINER_POOL:
-                queue = waiting[-1]  # `EPISODE_TYPES` lists evaluations last.
+                queue = waiting[-1]
             episode = self._find(heapq.heappop(queue.heap)[1])
             if episode.state == "registered":
                 return episode
@@ -170,24 +161,22 @@ class Queues:
 
 
 class Wakeup(NamedTuple):
-    """Tells a waiting client that an episode became claimable."""
-
     pool: str
     episode_type: EpisodeType
     before: int
-    """Only clients with a smaller ticket may get it next, so that a chain of wake-ups ends."""
+    """Only clients with a smaller ticket get it next, so that chains of wake-ups end."""
 
 
 _Waiting = asyncio.Future[Wakeup | None]
 
 
 class LongPollQueue:
-    """Clients that wait for an episode: a queue per pool and claim type, in order of arrival."""
+    """Clients wait in order of arrival, by pool and claim type."""
 
     def __init__(self) -> None:
         self._tickets = itertools.count()
         self._queues: dict[tuple[str, ClaimType], OrderedDict[int, _Waiting]] = {}
-        """Ticket -> waiting client, in order of arrival. Empty queues are removed."""
+        """Ticket -> waiting client. Empty queues are removed."""
 
         self._copies: dict[RequestKey, set[_Waiting]] = {}
 
@@ -195,7 +184,6 @@ class LongPollQueue:
         return sum(len(queue) for queue in self._queues.values())
 
     def notify(self, pool: str, episode_type: EpisodeType) -> None:
-        """Wake the longest-waiting client that may claim an episode that became claimable."""
         self.pass_on(Wakeup(pool, episode_type, next(self._tickets)))
 
     def notify_all(self) -> None:
@@ -205,12 +193,11 @@ class LongPollQueue:
                 _wake(client)
 
     def answered(self, request: RequestKey) -> None:
-        """Let waiting repeats of an answered request try again."""
         for client in self._copies.get(request, ()):
             _wake(client)
 
     def pass_on(self, wakeup: Wakeup) -> bool:
-        """Pass an unused wake-up to the next client. Returns False if there is none."""
+        """Return False if no client waits."""
         keys: list[tuple[str, ClaimType]] = [(wakeup.pool, wakeup.episode_type), (wakeup.pool, "any")]
         heads = [(next(iter(self._queues[key])), key) for key in keys if key in self._queues]
         ticket, key = min(heads, default=(wakeup.before, keys[0]))
@@ -227,8 +214,8 @@ class LongPollQueue:
     ) -> Wakeup | None:
         """Wait until it is worth trying to claim again, or `answered(request)` is called.
 
-        Returns a wake-up that can be passed on, or None. Raises TimeoutError. A wake-up that arrives
-        together with a timeout or cancellation is passed on.
+        Returns a wake-up to pass on, or None. Raises TimeoutError. A wake-up during a timeout or
+        cancellation is passed on.
         """
         ticket = next(self._tickets)
         client: _Waiting = asyncio.get_running_loop().create_future()
@@ -269,26 +256,24 @@ def _wake(client: _Waiting) -> None:
         client.set_result(None)
 
 
-# Claims with a model call in flight are checked this often at most, however short their lease.
+# Claims with a running model call are checked this often at most.
 CHECKED_S = 1.0
 
 
 class Leases:
-    """Running claims by deadline. A lease expires `lease_s` after the last activity, and at `ends_at` at
-    the latest."""
+    """Running claims by deadline. A lease expires `lease_s` after the last activity, at the latest at
+    `ends_at`."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], *, max_claim_s: float) -> None:
-        """`clock` measures leases. `wall` (Unix time) measures lifetimes, also across restarts."""
+        """`clock` measures leases, `wall` (Unix time) lifetimes, also across restarts."""
         self._clock = clock
         self._wall = wall
         self._max_claim_s = max_claim_s
-        # Each running claim has exactly one entry, which is never later than its deadline (`CHECKED_S`
-        # later at most after a call). Deadlines only move later, so correcting an entry when it reaches the
-        # top is enough: O(log n) amortized.
+        # One entry per running claim, never later than its deadline (after a call, at most by `CHECKED_S`).
+        # Deadlines only move later, so entries are corrected at the top: O(log n) amortized.
         self._heap: list[tuple[float, int, int, EpisodeRecord]] = []
 
     def start(self, episode: EpisodeRecord) -> None:
-        """Start the lease of the last claim. Its `lease_s` and `claimed_at` must be set."""
         episode.ends_at = self._clock() + self._max_claim_s - self.age_s(episode)
         episode.calls_in_flight = 0
         self.renew(episode)
@@ -298,18 +283,18 @@ class Leases:
         episode.renewed_at = self._clock()
 
     def begin_call(self, episode: EpisodeRecord) -> None:
-        """Keep the lease from expiring until the model call ends."""
+        """Keep the lease until the model call ends."""
         episode.calls_in_flight += 1
         self.renew(episode)
 
     def end_call(self, episode: EpisodeRecord, attempt: int) -> None:
-        """End a model call and renew the lease, unless the claim was lost meanwhile."""
+        """End a model call, and renew the lease unless the claim is lost."""
         if episode.state == "claimed" and episode.attempt == attempt:
             episode.calls_in_flight -= 1
             self.renew(episode)
 
     def next_deadline(self) -> float | None:
-        """When to look for expired claims, on the clock. None: nothing is claimed."""
+        """When to look for expired claims; None: no claims."""
         while self._heap:
             at, sequence, attempt, episode = self._heap[0]
             if episode.state != "claimed" or episode.attempt != attempt:
@@ -321,11 +306,10 @@ class Leases:
         return None
 
     def find_expired(self) -> tuple[EpisodeRecord, str, str] | None:
-        """An episode with an expired claim, and the failure's kind and message. None: no claim has
-        expired.
+        """Find an episode with an expired claim, and the failure's kind and message.
 
-        The caller must close the claim before calling again. A model call in flight counts as activity;
-        only the end of the claim's lifetime stops it.
+        The caller must close the claim before calling again. A running model call counts as activity; only
+        the claim's lifetime ends it.
         """
         now = self._clock()
         while (deadline := self.next_deadline()) is not None and deadline <= now:
@@ -338,11 +322,10 @@ class Leases:
         return None
 
     def left_s(self, episode: EpisodeRecord) -> float:
-        """Seconds until the last claim ends even if active."""
         return max(0.0, episode.ends_at - self._clock())
 
     def lease_left_s(self, episode: EpisodeRecord) -> float:
-        """Seconds until the last claim expires without activity. A call in flight is activity."""
+        """Seconds until the last claim expires without activity."""
         now = self._clock()
         active_at = now if episode.calls_in_flight else episode.renewed_at
         return max(0.0, min(active_at + episode.lease_s, episode.ends_at) - now)
@@ -351,7 +334,7 @@ class Leases:
         return max(0.0, self._wall() - episode.claimed_at)
 
     def last_activity(self, episode: EpisodeRecord) -> float:
-        """Unix time of the last claim's last activity; 0 before the first claim."""
+        """Unix time; 0 before the first claim."""
         if not episode.renewed_at:
             return episode.claimed_at
         idle_s = 0.0 if episode.calls_in_flight else self._clock() - episode.renewed_at
@@ -364,15 +347,15 @@ class StateCounts:
         self._pools: dict[str, dict[Status, int]] = {TRAINER_POOL: _zeros()}
         self._unfinished: dict[str, int] = {}
         self._payloads: dict[str, int] = {}
-        """Pool -> payload bytes of its unfinished episodes."""
+        """Pool -> payload bytes of unfinished episodes."""
 
         self.clients_bytes = 0
-        """Share of `limits.ALL_POOLS_BYTES` that unfinished episodes of clients' pools take."""
+        """Share of `limits.ALL_POOLS_BYTES` in clients' pools."""
 
         self._failures: dict[EpisodeType, int] = dict.fromkeys(EPISODE_TYPES, 0)
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
-        """Count an episode that enters (+1) or leaves (-1) its current state."""
+        """`step` is +1 when the episode enters its state, -1 when it leaves."""
         self._types[episode.episode_type][episode.status] += step
         pool = self._pools.get(episode.pool)
         if pool is None:
@@ -382,7 +365,6 @@ class StateCounts:
             self._failures[episode.episode_type] += 1
 
     def past(self, pool: str, kind: EpisodeType, state: State, number: int) -> None:
-        """Count consumed episodes that only the ledger has."""
         status = "accepted" if state == "ended" else state
         self._types[kind][status] += number
         self._pools.setdefault(pool, _zeros())[status] += number
@@ -396,7 +378,7 @@ class StateCounts:
             self.clients_bytes += len(episode.payload) + EPISODE_BYTES
 
     def finished(self, episode: EpisodeRecord) -> None:
-        """Stop counting an episode that was consumed. Its payload must still be there."""
+        """Stop counting an episode, which must still have its payload."""
         left = self._unfinished[episode.pool] - 1
         self._payloads[episode.pool] -= len(episode.payload)
         if episode.pool != TRAINER_POOL:
@@ -416,7 +398,7 @@ class StateCounts:
         return {kind: EpisodeCounts(**counts) for kind, counts in self._types.items()}
 
     def by_pool(self, *, unfinished_only: bool = False) -> dict[str, EpisodeCounts]:
-        """Counts by pool, over both types. Always includes the trainer's pool."""
+        """Always includes the trainer's pool."""
         return {
             pool: EpisodeCounts(**counts)
             for pool, counts in self._pools.items()
@@ -427,7 +409,7 @@ class StateCounts:
         return self._pools[pool]["registered"] if pool in self._pools else 0
 
     def failures(self) -> dict[EpisodeType, int]:
-        """How often an episode of each type failed. Unlike the count of the state, it never decreases."""
+        """These counts never decrease."""
         return dict(self._failures)
 
 

@@ -16,9 +16,8 @@ from tinkerscript.protocol import TRAINER_POOL, EpisodeType, Failure
 
 State = Literal["registered", "claimed", "ended", "failed"]
 
-# registered -> claimed -> ended. A lost claim goes back to `registered` or to `failed`. An operator may
-# retry a failed episode until a trainer may know of the failure. `ended` -> `failed`: the result is too
-# large for a message to the trainer.
+# A lost claim goes back to `registered`, or to `failed`. An operator may retry a failed episode until a
+# trainer may know of it. `ended` -> `failed`: the result is too large to deliver.
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     "registered": frozenset({"claimed", "failed"}),
     "claimed": frozenset({"registered", "ended", "failed"}),
@@ -26,22 +25,22 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     "failed": frozenset({"registered"}),
 }
 
-# What clients see: an `ended` episode is `accepted` once it is consumed.
+# What clients see: an `ended` episode is `accepted` once consumed.
 Status = Literal["registered", "claimed", "ended", "accepted", "failed"]
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 # Kinds of failures that only the server records.
 UNDELIVERABLE = "undeliverable"  # The result is too large for a message to the trainer.
-CANCELLED = "cancelled"  # The trainer no longer needs the episode.
+CANCELLED = "cancelled"
 BAD_PAYLOAD = "bad_payload"  # The payload fits in no reply.
 LEASE_EXPIRED = "lease_expired"
-CLAIM_EXPIRED = "claim_expired"  # The claim reached its maximum lifetime.
+CLAIM_EXPIRED = "claim_expired"  # The claim's maximum lifetime is over.
 CLIENT_GONE = "client_gone"  # The client disconnected before it got the claim.
-WORKER_DIED = "worker_died"  # Reported by the trainer that started the worker.
-CLIENT_STOPPED = "client_stopped"  # Stopped by an operator.
+WORKER_DIED = "worker_died"  # Reported by its trainer.
+CLIENT_STOPPED = "client_stopped"
 
-# Refused from clients, which could use them to blame others for ending an episode.
+# Clients could use these to blame others.
 SERVER_KINDS = {
     *(CANCELLED, UNDELIVERABLE, BAD_PAYLOAD, WORKER_DIED, LEASE_EXPIRED, CLAIM_EXPIRED),
     *(CLIENT_GONE, CLIENT_STOPPED),
@@ -52,59 +51,55 @@ EPISODE_TYPES: tuple[EpisodeType, ...] = ("train", "eval")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EpisodeRecord:
-    """An episode in memory. `EpisodeRow` explains the stored fields that have no docstring here."""
+    """`EpisodeRow` explains the stored fields without a docstring here."""
 
     uuid: str
     sequence: int
     episode_type: EpisodeType
     group_id: str
     digest: bytes
-    """Digest of the registration, to tell a repeated one from a different one with the same uuid."""
+    """Tells a repeated registration from a different one."""
 
     payload: bytes
-    """JSON object. Dropped from memory once the episode is consumed."""
+    """JSON object. Dropped from memory once consumed."""
 
     sample: bytes
     """Digest of the payload, its key in the ledger."""
 
     pool: str = TRAINER_POOL
     group_size: int = 0
-    """Number of episodes in the group; 0 if unknown."""
-
     step: int = 0
     label: str = ""
     position: int = -1
     state: State = "registered"
     claimants: list[str] = field(default_factory=list[str])
     request_ids: list[str] = field(default_factory=list[str])
-    """`claim_request_id` of each claim, oldest first. Empty if the client sent none."""
+    """`claim_request_id` of each claim, oldest first, or empty."""
 
     forgiven: int = 0
-    """Claims that do not count against `max_attempts`: those before the last retry, and those handed back."""
+    """Claims that do not count against `max_attempts`: before the last retry, or handed back."""
 
     lease_s: float = 0.0
     claimed_at: float = 0.0
     """Unix time of the last claim; 0 before the first."""
 
     queued_at: float = 0.0
-    """Unix time since which it waits for a claim; 0: since before a restart. Not stored."""
+    """Unix time since which it waits; 0: before a restart. Not stored."""
 
     queued_s: float | None = None
     renewed_at: float = 0.0
-    """Last activity of the last claim, on the book's clock. Not stored: a restart renews every lease."""
+    """Last activity of the last claim, on the book's clock. Not stored: a restart renews leases."""
 
     ends_at: float = math.inf
-    """When the last claim ends even if active, on the book's clock. Not stored: `claimed_at` gives it."""
+    """End of the last claim even if active, on the book's clock. Not stored."""
 
     calls_in_flight: int = 0
-    """Running model calls of the last claim. Not stored."""
-
     policy_version: int = 0
     reward: float | None = None
     is_success: bool | None = None
 
     result: bytes = b""
-    """`WorkflowOutput` as JSON. Dropped from memory once the episode is consumed."""
+    """`WorkflowOutput` as JSON. Dropped from memory once consumed."""
 
     result_digest: bytes = b""
     failures: list[Failure] = field(default_factory=list[Failure])
@@ -127,7 +122,6 @@ class EpisodeRecord:
 
     @property
     def last_failure(self) -> str:
-        """Kind of the failure that ended it; empty if it has not failed."""
         return self.failures[-1].kind if self.state == "failed" else ""
 
     @property
@@ -136,7 +130,6 @@ class EpisodeRecord:
 
     @property
     def deadline(self) -> float:
-        """When the last claim expires without further activity, on the book's clock."""
         return min(self.renewed_at + self.lease_s, self.ends_at)
 
     def why_lost(self, attempt: int) -> str:
@@ -168,7 +161,7 @@ class EpisodeRecord:
 
 
 class Claim(NamedTuple):
-    """A snapshot of a claim, which does not change while the reply is being sent."""
+    """A snapshot, unchanged while the reply is sent."""
 
     episode_uuid: str
     attempt: int
@@ -179,30 +172,22 @@ class Claim(NamedTuple):
     policy_version: int
     lease_s: float
     left_s: float
-    """Seconds until the claim ends even if active."""
 
 
 class ClosedClaim(NamedTuple):
     episode: EpisodeRecord
     attempt: int
     counts: bool
-    """Whether it ended with the episode's result, so that its calls are kept."""
-
     fault: str = ""
-    """What its client did wrong; empty if the client is not to blame."""
 
 
 @dataclass(slots=True)
 class Changes:
-    """What changed since the last `take_changes`."""
-
     added: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
     saved: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
-    """Changed episodes by uuid, except those in `added`."""
+    """By uuid, without those in `added`."""
 
     attempts: dict[tuple[int, int], AttemptRow] = field(default_factory=dict[tuple[int, int], AttemptRow])
-    """Claims that were made or failed, by sequence and attempt."""
-
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 
 
@@ -246,7 +231,7 @@ def episode_row(episode: EpisodeRecord) -> EpisodeRow:
 
 
 def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
-    """Row of the last claim, or with attempt 0 of what ended an episode that no client held."""
+    """Row of the last claim, or with attempt 0 of an unclaimed episode's end."""
     failure = next((each for each in episode.failures if each.attempt == attempt), None)
     is_claim = attempt > 0
     return AttemptRow(
@@ -265,7 +250,7 @@ def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
 def restored(
     episode: EpisodeRow, attempts: Sequence[AttemptRow], payload: bytes, result: bytes
 ) -> EpisodeRecord:
-    """Rebuild an episode from its rows. `attempts` are in order from 1, with 0 at the end."""
+    """Rebuild an episode from its rows. `attempts`: in order from 1, then 0."""
     claims = [each for each in attempts if each.attempt]
     failures = [Failure.model_validate_json(each.failure) for each in attempts if each.failure is not None]
     record = EpisodeRecord(
@@ -306,7 +291,6 @@ def restored(
 
 
 def content_digest(*parts: bytes) -> bytes:
-    """16 bytes that differ for different parts."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

@@ -1,8 +1,8 @@
 """Endpoints of the engine: sync a training config, start and stop a trainer, get an adapter.
 
-Invariants: at most one trainer is started. It joins over the link like any other, resumes the run in the
-folder, and is stopped when the server shuts down. A config is accepted only while the engine is OFFLINE,
-and is parsed safely. All routes need the admin role.
+Invariants: at most one trainer is started. It joins over the link like any other, resumes the folder's run,
+and stops with the server. A config is accepted only while the engine is OFFLINE. All routes need the admin
+role.
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ ENDING_S = 30.0  # How long `/start_engine` waits for a trainer to stop.
 
 
 class EngineRoutes:
-    """The engine's routes and the trainer that they start, which `run` watches and stops."""
-
     def __init__(
         self,
         run_dir: Path,
@@ -62,8 +60,8 @@ class EngineRoutes:
         trainer: Sequence[str] = TRAIN_COMMAND,
         ending_s: float = ENDING_S,
     ) -> None:
-        """`trainer`: command that trains, called with a config, `--join` and the run's folder. `ending_s`:
-        seconds that a trainer gets to stop."""
+        """`trainer`: command, called with a config, `--join` and the run's folder. `ending_s`: seconds for
+        a trainer to stop."""
         self._run_dir = run_dir
         self._command = trainer
         self._ending_s = ending_s
@@ -75,7 +73,6 @@ class EngineRoutes:
         self._stopping = False
         self._ended = asyncio.Event()
         self._log_begins = 0
-        """Offset in the log file where the current trainer's output begins."""
 
     def router(self) -> APIRouter:
         """All routes. They need the admin role."""
@@ -146,7 +143,7 @@ class EngineRoutes:
         return SuccessResponse(success=True)
 
     async def run(self) -> None:
-        """Watch each started trainer until cancelled, then ask a running one to stop."""
+        """Watch started trainers. When cancelled, ask a running one to stop."""
         try:
             while True:
                 await self._started.wait()
@@ -168,11 +165,10 @@ class EngineRoutes:
 
     @property
     def _trainer_is_there(self) -> bool:
-        """False for a trainer that reported OFFLINE, because it is about to disconnect."""
+        """False after it reported OFFLINE, because it is about to disconnect."""
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
     async def _end_by_force(self) -> None:
-        """Stop the trainer, by force if necessary. One that was started by hand is only asked."""
         if self._link.connected or self._trainer is not None:
             await self.stop_engine()
         if (trainer := self._trainer) is not None:
@@ -181,7 +177,7 @@ class EngineRoutes:
                 logger.warning("trainer.killed pid=%d", trainer.pid)
                 trainer.kill()
                 await self._ended.wait()
-        if self._trainer_is_there:  # It was started by hand, so there is no process to kill.
+        if self._trainer_is_there:  # Started by hand: there is no process to kill.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._ending_s):
                     await self._interchange.offline()
@@ -207,7 +203,6 @@ class EngineRoutes:
         return self._run_dir / "logs" / TRAINER_LOG
 
     def _why_it_failed(self, code: int) -> str:
-        """The exit code, and the error or else the last line in the trainer's log."""
         with self._log.open("rb") as file:
             file.seek(max(self._log_begins, self._log.stat().st_size - LOG_TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()

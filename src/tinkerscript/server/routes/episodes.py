@@ -1,8 +1,7 @@
 """Endpoints of a claim: claim, end, abort, can continue, heartbeat, and transcript.
 
 Invariants: nothing is answered before it is committed, and a refusal's status tells the client what to do
-(see `asgi.Refusals`). Claiming requires the client role, everything else the claim's key. The server does
-not parse transcripts, and checks their length before receiving them.
+(`asgi.Refusals`). Claiming requires the client role, the rest the claim's key. Transcripts are not parsed.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from tinkerscript.tracing import claim_traceparent
 
 TRANSCRIPT_PATH = "/record_transcript"
 
-# Transcripts being received at once, in bytes. Beyond that, clients have to try again.
+# Bytes of transcripts being received at once; further clients must try again.
 MAX_READING_BYTES = 64 * 2**20
 
 _TRANSCRIPT_BODY: dict[str, Any] = {
@@ -87,7 +86,7 @@ class EpisodeRoutes:
         gateway_ports: Sequence[int] = (),
         run: str = "",
     ) -> None:
-        """`gateway_ports`: ports of the gateway processes. `run`: name of the run."""
+        """`gateway_ports`: of the gateway processes. `run`: name of the run."""
         self._interchange = interchange
         self._book = interchange.book
         self._ledger = ledger
@@ -103,14 +102,9 @@ class EpisodeRoutes:
         self._gateway_ports = gateway_ports
         self._run = run
         self._reading = 0
-        """Bytes of transcripts being received."""
-
         self._tasks_of_groups: dict[str, str] = {}
-        """Group -> task that its first result named, for recent groups."""
-
         self._base_urls: dict[tuple[str, bytes], str] = {}
-        """(scheme, Host header) -> the server's URL for such a request. Cached because it is slow to
-        build."""
+        """(scheme, Host header) -> the server's URL, which is slow to build."""
 
     def fast(self) -> dict[str, FastRoute]:
         """Path -> route. Claiming requires the client role, everything else the claim's key."""
@@ -171,10 +165,8 @@ class EpisodeRoutes:
     async def _readable(
         self, claims: list[Claim], body: ClaimEpisodeRequest, request: Request
     ) -> list[dict[str, Any]] | str:
-        """Convert claims for the reply. An episode whose payload cannot be sent fails, with the reason.
-
-        Returns the `fail_cause` if no claim is left.
-        """
+        """An episode that cannot be sent fails, with the reason. Returns the `fail_cause` if no claim is
+        left."""
         url, readable = self._base_url(request), list[dict[str, Any]]()
         for claim in claims:
             try:
@@ -189,7 +181,6 @@ class EpisodeRoutes:
         return readable or f"{NO_EPISODES} The oldest could not be handed out and has failed; ask again."
 
     def _base_url(self, request: Request) -> str:
-        """The server's URL: the public one if configured, or the one that this client used."""
         if self._public_base_url:
             return self._public_base_url
         host = next((value for name, value in request.scope["headers"] if name == b"host"), b"")
@@ -211,7 +202,7 @@ class EpisodeRoutes:
         return f"{base_url}{gateway_path(number)}/v1"
 
     def _claimed(self, claim: Claim, base_url: str, *, with_alias: bool) -> dict[str, Any]:
-        """Fields of an `EpisodeClaim`. They are not validated again, because this server made them."""
+        """Fields of an `EpisodeClaim`, not validated again."""
         uuid, attempt = claim.episode_uuid, claim.attempt
         return {
             "client_uuid": claim.client_uuid,
@@ -283,9 +274,9 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     async def _check_calls(self, claim: ClaimId, rewards: Mapping[str, float]) -> None:
-        """Raise HTTPException 422 for a reward of anything but a recorded call of the policy."""
+        """Raise HTTPException 422 for a reward of anything but a recorded policy call."""
         if self._book.get(claim.episode_uuid).state == "ended":
-            return  # A retry: the book compares the content, and the calls may have been dropped.
+            return  # A retry: the book compares the content, and the calls may be gone.
         roles = {call.call_id: call.role for call in await self._claims.recorded(*claim)}
         for call_id in rewards:
             name = f"workflow_output.call_rewards: {call_id[:ID_CHARS]!r}"
@@ -368,7 +359,7 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     def _transcript_length(self, request: Request) -> int:
-        """Length of the body. Raises HTTPException if it is not accepted, or not now."""
+        """Raises HTTPException if the body is not accepted (now)."""
         try:
             length = int(request.headers["content-length"])
         except (KeyError, ValueError):
@@ -388,7 +379,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
-    """Encode as JSON. Raises HTTPException: 422 for text that is not Unicode, 413 if it is too long."""
+    """Raises HTTPException: 422 for text that is not Unicode, 413 if it is too long."""
     try:
         encoded = message.model_dump_json().encode()
     except ValueError as error:
@@ -401,7 +392,7 @@ def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
 
 
 def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collection[str]) -> float:
-    """The scalar reward. Raises HTTPException 422, naming the field."""
+    """Raises HTTPException 422, naming the field."""
     for role in output.role_rewards.keys() - {POLICY, *trained_roles}:
         raise HTTPException(
             422,
@@ -409,7 +400,7 @@ def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collect
             f"{', '.join([POLICY, *trained_roles])}",
         )
     try:
-        for role in trained_roles:  # A score with the name of a trained role is that role's reward.
+        for role in trained_roles:  # A trained role's name marks that role's reward.
             name = f"score/{role}"
             bounded(f"workflow_output.log_metrics.{name}", output.log_metrics.get(name, 0.0), bound)
         return checked_reward(output, bound)

@@ -2,7 +2,7 @@
 
 Invariants: nothing is answered before it is committed, and repeating a registration has no effect. The
 admin registers anywhere, a client into its own pool. Groups in a client's pool are named `POOL/...`, and
-pool names have no slash, so groups of different pools cannot collide.
+pool names have no slash, so groups cannot collide.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tinkerscript.trainer_link.messages import NewEpisode
 
 
 class RegistrationRoutes:
-    """The routes that register samples. They check the role themselves."""
+    """These routes check the role themselves."""
 
     def __init__(self, *, interchange: Interchange, roles: Roles) -> None:
         self._interchange = interchange
@@ -98,7 +98,7 @@ class RegistrationRoutes:
 
 
 def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
-    """Raises HTTPException 422 for an invalid pool name or a payload that is too large."""
+    """Raises HTTPException 422 for an invalid pool name or too large a payload."""
     pool = body.client_uuid
     if "/" in pool:
         raise HTTPException(422, f"client_uuid: the name of a pool must not contain a slash, got {pool!r}")
@@ -112,7 +112,7 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
     return NewEpisode(
         episode_uuid=body.episode_uuid,
         episode_type=body.episode_type,
-        # Without a task id, each episode forms its own group.
+        # Without a task id, each episode is a group.
         group_id=body.group_id or f"{pool}/{body.task_id or body.episode_uuid}",
         payload=payload,
         pool=pool,
@@ -122,7 +122,7 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
 
 
 def _check_own_pool(new: NewEpisode) -> None:
-    """Raise UnauthorizedError 403 for an episode that only the admin may register."""
+    """Raise UnauthorizedError 403 if only the admin may register the episode."""
     if new.pool == TRAINER_POOL:
         raise UnauthorizedError(
             403,

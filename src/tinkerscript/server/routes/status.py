@@ -1,8 +1,8 @@
 """Endpoints that show the state (engine, batch, episodes, fleet, metrics), and an operator's.
 
 `/health` and `/ready` are open. If tokens are set, an operator's endpoints require the admin's, and the
-others a client's or the key of the claim concerned. No reply contains a key. The cost of a reply about the
-fleet depends on the number of clients, not of episodes.
+others a client's or the claim's key. No reply contains a key. Replies about the fleet cost time per client,
+not per episode.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from tinkerscript.trainer_link.server_end import ServerLink
 MAX_CLAIMS = 500
 SHOWN_CLIENTS = 500
 MAX_FAILED = 100
-MAX_FAILURES = 10  # Attempts shown of a failed episode.
+MAX_FAILURES = 10
 
 MAX_MESSAGE_CHARS = 2000
 
@@ -79,7 +79,7 @@ class StatusRoutes:
         self._roles = roles
 
     def router(self) -> APIRouter:
-        """Routes for clients, routes about a claim (which require its key), and open routes."""
+        """For clients, for claims (with their key), and open ones."""
         router = APIRouter(tags=["interchange"])
         of_client = [Depends(self._require_client)]
         router.get("/get_engine_status", dependencies=of_client)(self.get_engine_status)
@@ -99,7 +99,7 @@ class StatusRoutes:
         return JSONResponse(request.app.openapi())
 
     def admin_router(self) -> APIRouter:
-        """Routes for an operator. They need the admin role."""
+        """For an operator, with the admin role."""
         router = APIRouter(tags=["operator"])
         router.get("/fleet", response_model=FleetResponse)(self.fleet)
         router.post("/stop_client")(self.stop_client)
@@ -170,7 +170,7 @@ class StatusRoutes:
 
     async def fleet(self) -> Response:
         """The current engine, batch, claims, clients and failures."""
-        # Encoded here, because FastAPI would validate the reply again, at twice the cost.
+        # FastAPI would validate the reply again, at twice the cost.
         found = fleet_response(self._interchange, self._link)
         return Response(found.model_dump_json(), media_type="application/json")
 

@@ -1,4 +1,4 @@
-"""What trains and samples a run. A backend is one module here, and one entry of `BACKENDS`."""
+"""What trains and samples a run. A backend is a module here, and an entry of `BACKENDS`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def open_backend(
     restore: str | None,
     note: Callable[[str], None],
 ) -> AsyncGenerator[TrainerBackend]:
-    """Open the backend with its first weights, or with the checkpoint named `restore`.
+    """Open the backend with its first weights, or the checkpoint `restore`.
 
     Raises ConfigError and EngineError as `TrainerBackend.open` does.
     """

@@ -29,14 +29,13 @@ from tinkerscript.sampler import (
 )
 
 SKIPPED = f"train/{SKIPPED_STEPS}"
-"""Metric: optimizer steps that were skipped because the gradient was not finite."""
+"""Metric: optimizer steps with a gradient that was not finite."""
 
 __all__ = ["FrozenModel", "FrozenSampler", "Publisher", "TrainerBackend", "TrainingClient"]
 
 
 class TrainingClient(Protocol):
-    """The subset of Tinker's methods that a run uses. Calls take effect in the order in which they are
-    made."""
+    """The subset of Tinker's methods that a run uses. Calls take effect in order."""
 
     def forward(
         self,
@@ -59,24 +58,20 @@ class TrainingClient(Protocol):
 
 class Publisher(ABC):
     max_context: int
-    """Token limit of prompt and reply together."""
-
     seeds = True
-    """Whether requests get seeds, so that runs are repeatable."""
-
     holds = 0
     """How many older versions can be held (`Sampler.hold`)."""
 
     @abstractmethod
     async def publish(self, policy_version: int) -> Sampler:
-        """A sampler over a frozen copy of the current weights. Raises EngineError if nothing can sample from
+        """A sampler over a frozen copy of the current weights. Raises EngineError if nothing can sample
         them."""
 
     async def announce(self, policy_version: int) -> None:  # noqa: B027 (most have nothing to do)
-        """The ledger has the version, so it may be sampled from now on."""
+        """The ledger has the version, so it may be sampled."""
 
     def resting(self) -> AbstractAsyncContextManager[None]:
-        """While this context is open, the weights train and nothing needs to be sampled."""
+        """In this context the weights train, and sampling may wait."""
         return nullcontext()
 
     def ended(self, episode_uuid: str) -> None:  # noqa: B027 (most have nothing to do)
@@ -94,8 +89,8 @@ class TrainerBackend(Publisher):
     vocabulary: int
     stop_ids: frozenset[int]
     scales_logits = False
-    """Whether tokens train and are scored at their sampling temperatures. `client` then takes the inputs
-    `temperatures` and `mask` (`engine.losses`)."""
+    """Whether tokens train and are scored at their sampling temperatures, with the inputs `temperatures`
+    and `mask` (`engine.losses`)."""
 
     _start: FrozenModel | None = None
 
@@ -114,7 +109,7 @@ class TrainerBackend(Publisher):
         seed: int,
         note: Callable[[str], None],
     ) -> AbstractAsyncContextManager[TrainerBackend]:
-        """The backend for `config`, which leaving the context closes. `note` gets messages for the user.
+        """The backend for `config`; leaving the context closes it. `note` gets messages for the user.
 
         Raises ConfigError if the config does not fit, EngineError if the backend is not available.
         """
@@ -133,8 +128,8 @@ class TrainerBackend(Publisher):
     ) -> TrainerBackend:
         """Open a second policy over the same model, with its own weights, optimizer and checkpoints.
 
-        It begins with a run's `checkpoint` (empty: as this backend's run began), or continues from its own,
-        named `restore`. This backend closes it. Raises ConfigError and EngineError.
+        It begins with a run's `checkpoint` (empty: like this backend's run), or continues from its own,
+        `restore`. This backend closes it. Raises ConfigError and EngineError.
         """
 
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
@@ -142,32 +137,29 @@ class TrainerBackend(Publisher):
 
     @abstractmethod
     async def open_frozen(self, model: str) -> FrozenModel:
-        """Open a model that does not train. Weights that it shares with the one that trains are held once.
+        """Open a model that does not train. Shared weights are held once.
 
-        `model` is a folder, a Hugging Face id, a run's checkpoint, or a name that the backend knows; empty
-        means the weights that the run began with. Raises ConfigError for an unknown name, EngineError for an
+        `model`: a folder, a Hugging Face id, a run's checkpoint, or a name that the backend knows; empty:
+        the weights that the run began with. Raises ConfigError for an unknown name, EngineError for an
         unusable model.
         """
 
     async def start_logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        """Logprobs under the weights that the run began with (`FrozenModel.logprobs`)."""
         if self._start is None:
             self._start = await self.open_frozen("")
         return await self._start.logprobs(sequences, temperatures)
 
 
 class FrozenModel(ABC):
-    """A model that never changes. The backend that opened it closes it."""
+    """A model that never changes. Its backend closes it."""
 
     sampler: Sampler
     """Its samples have the version `FOREIGN_POLICY`."""
 
     max_context: int
     folder: Path
-    """Folder with the tokenizer and chat format."""
-
     scales_logits = False
     """Whether it scores at temperatures other than 1."""
 
@@ -182,8 +174,6 @@ class FrozenModel(ABC):
 
 
 class FrozenSampler(Sampler):
-    """Base of the backends' samplers: one policy version, and Tinker's sampling parameters."""
-
     def __init__(self, policy_version: int) -> None:
         self.policy_version = policy_version
 
@@ -211,17 +201,15 @@ class FrozenSampler(Sampler):
 
 
 def seed_of_role(seed: int, role: str) -> int:
-    """The seed of a role's new adapter, in [0, 2^31), different for each role."""
+    """For a role's new adapter, in [0, 2^31)."""
     return zlib.crc32(f"{seed}/{role}".encode()) >> 1
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
     metrics: dict[str, float]
-    """`train/loss`, a sum over tokens, and the engine's own metrics, such as `train/grad_norm`."""
-
     logprobs: list[FloatArray]
-    """float32 [T] per datum, of its targets before the step. Empty if the backend returns none."""
+    """float32 [T] per datum, of its targets before the step. Empty if not returned."""
 
 
 # Tinker's betas with torch's epsilon: with Tinker's 1e-12, rounding decides where a gradient is almost 0.
@@ -240,7 +228,7 @@ async def optimizer_step(
 ) -> Stepped:
     """Take one AdamW step on the summed loss of `datums`. `computed`: their `forward_backward` output, if
     any."""
-    # Send both calls before awaiting either, because a service runs them in order.
+    # Send both calls before awaiting either: a service runs them in order.
     forward = None if computed else client.forward_backward(datums, loss_fn, loss_config)
     optim = client.optim_step(
         tinker.AdamParams(
@@ -267,7 +255,7 @@ def skipped_note(step: int, metrics: Mapping[str, float]) -> str:
 
 
 STEP_GRACE_S = 2.0
-"""How long a stopped run may take to finish and save its step."""
+"""Time for a stopped run to finish and save its step."""
 
 ResultT = TypeVar("ResultT")
 

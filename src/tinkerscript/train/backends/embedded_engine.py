@@ -1,6 +1,6 @@
 """`EmbeddedBackend`: the engine in the trainer's process. Checkpoints are Hugging Face folders.
 
-Invariant: a sample's progress arrives in token order on the event loop that awaits it.
+A sample's progress arrives in token order on the event loop that awaits it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ from tinkerscript.train.backends.backend import (
 from tinkerscript.train.tokenizer_check import check_loads_the_same
 
 if TYPE_CHECKING:
-    from tinkerscript.engine.frozen import FrozenWeights  # It imports PEFT, which takes half a second.
+    from tinkerscript.engine.frozen import FrozenWeights  # Imports PEFT, which takes half a second.
 
 
 HELD_BYTES = 2**30
-"""Memory for weights that evaluations hold besides the newest."""
 
 
 class EmbeddedBackend(TrainerBackend):
@@ -71,7 +70,6 @@ class EmbeddedBackend(TrainerBackend):
         client: EmbeddedTrainingClient | None = None,
         checkpoint_dir: Path | None = None,
     ) -> None:
-        """`start`: the first checkpoint's folder. `client` trains other weights than the engine's own."""
         self.engine = engine
         self._start_folder = Path(start).expanduser() if start else None
         self._checkpoint_dir = checkpoint_dir or engine.checkpoint_dir
@@ -156,7 +154,7 @@ class EmbeddedBackend(TrainerBackend):
             base = await asyncio.to_thread(base_of_adapter, folder)
         else:
             folder = self._start_folder or self.engine.folder
-            # A frozen adapter shares the engine's base model. With full training there is no such base.
+            # A frozen adapter shares the engine's base, which only LoRA keeps.
             base = self.engine.folder if self.engine.is_lora else None
         adapter = folder if base is not None and folder != base else None
         weights = await asyncio.to_thread(self.engine.open_frozen, base or folder, adapter)
@@ -223,7 +221,7 @@ class EmbeddedSampler(FrozenSampler):
         return nullcontext(EmbeddedSampler(self._client.apart(), self.policy_version))
 
     async def _compile(self, constraint: Constraint) -> None:
-        """Compile in a thread: the first time can take a second, and it releases the GIL."""
+        """Compiling can take a second, and releases the GIL."""
         try:
             await asyncio.to_thread(self._client.compile_grammar, constraint.grammar)
         except GrammarError as error:
@@ -244,16 +242,13 @@ class _Undelivered:
 
 
 class ProgressRelay:
-    """Carries reports from the engine's thread to the event loop, and bundles them while the loop is busy."""
-
     def __init__(self, callback: ProgressCallback, loop: asyncio.AbstractEventLoop) -> None:
         self._callback = callback
         self._loop = loop
         self._lock = threading.Lock()
-        self._undelivered: dict[int, _Undelivered] = {}  # Keyed by the sequence's index.
+        self._undelivered: dict[int, _Undelivered] = {}
 
     def report(self, index: int, offset: int, token: int, logprob: float, top: Alternatives) -> None:
-        """Called on the engine's thread."""
         with self._lock:
             is_first = not self._undelivered
             tokens = self._undelivered.setdefault(index, _Undelivered(offset))
@@ -264,7 +259,7 @@ class ProgressRelay:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                return  # The loop is closed, so nothing awaits the sample anymore.
+                return
 
     def _deliver(self) -> None:
         with self._lock:

@@ -1,7 +1,7 @@
 """Differences between versions of Tinker's SDK (0.24 to 0.38), and between servers.
 
-Features are detected, not compared by version. Whatever the SDK raises becomes an EngineError; for an
-unexpected reply that is a ValueError or AssertionError.
+Features are detected, not compared by version. The SDK's errors become EngineErrors, including ValueError
+or AssertionError for an unexpected reply.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ SDK_REMEDIES = {
         "pip install 'tinker>=0.24,<0.26', or use a newer server"
     ),
 }
-"""Part of an SDK error's text -> what to do."""
 
 
 def explained(error: BaseException) -> str:
@@ -57,7 +56,7 @@ def connect(base_url: str) -> tinker.ServiceClient:
 async def capabilities(
     service: tinker.ServiceClient, base_url: str
 ) -> tinker.types.GetServerCapabilitiesResponse:
-    """Capabilities come from the session's client up to 0.36, and from the REST client since."""
+    """From the session's client up to 0.36, from the REST client since."""
     rest_client: Any = getattr(tinker, "RestClient", None)
     if hasattr(rest_client, "get_server_capabilities"):
         rest = await asyncio.to_thread(rest_client, base_url=base_url or None)
@@ -68,8 +67,8 @@ async def capabilities(
 async def new_client(owner: object, method: str, *args: object, **options: object) -> Any:
     """Call `owner.method(...)` without blocking.
 
-    Up to 0.36 the method blocks, but `METHOD_async` does not. Since 0.38 it returns a future or a known
-    result, and `METHOD_async` is deprecated.
+    Up to 0.36 only `METHOD_async` does not block. Since 0.38 it is deprecated, and the method returns a
+    future or a result.
     """
     call = getattr(owner, f"{method}_async", None)
     if call is None or hasattr(call, "__deprecated__"):
@@ -79,12 +78,12 @@ async def new_client(owner: object, method: str, *args: object, **options: objec
 
 
 def awaitable(future: Awaitable[T] | concurrent.futures.Future[T]) -> Awaitable[T]:
-    """A sampling client's future, which cannot be awaited up to 0.36."""
+    """Up to 0.36, a sampling client's future cannot be awaited."""
     return future if isinstance(future, Awaitable) else asyncio.wrap_future(future)
 
 
 async def close(service: tinker.ServiceClient, note: Callable[[str], None]) -> None:
-    """Finish the session, or else stop its heartbeats and report why."""
+    """If the session cannot be finished, stop its heartbeats and report why."""
     finish = getattr(service, "close", None)
     if finish is None:
         service.holder.close()
@@ -157,7 +156,6 @@ def _fields(description: Mapping[str, Any], path: str, inner: str) -> set[str]:
 
 
 def _properties(description: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An object's fields; for `anyOf`, those that come first."""
     reference = schema.get("$ref", "")
     if reference:
         name = reference.rpartition("/")[2]

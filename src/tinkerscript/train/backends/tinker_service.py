@@ -2,7 +2,7 @@
 
 Tinker's SDK retries by itself: for minutes to send a request, an hour while billing pauses a job,
 indefinitely while a result is pending. `SlowCallNotifier` reports such waits. `open`, `check_loss` and the
-first `publish` report or refuse missing features before the first episode.
+first `publish` find missing features before the first episode.
 """
 
 from __future__ import annotations
@@ -53,17 +53,16 @@ T = TypeVar("T")
 SERVICE_RANK = 32
 
 TINKER_PATH = "tinker://"
-# Marks paths of weights that were saved for sampling. Other paths contain `/weights/`.
+# Marks paths of weights saved for sampling. Other paths contain `/weights/`.
 SAMPLER_WEIGHTS = "/sampler_weights/"
 
 SERVICE_KEY_VARIABLE = "TINKER_API_KEY"
 POINTER = "tinker.json"
-"""File in a checkpoint's folder that says where the service keeps the weights."""
 
 FIRST_NOTE_S = 20.0
 NEXT_NOTE_S = 60.0
 
-# Ids that every vocabulary has, for requests that check a service.
+# Every vocabulary has these ids.
 PROBE_IDS = (1, 2, 3)
 
 TOKEN_LOSSES = "elementwise_loss"
@@ -76,11 +75,7 @@ class TinkerBackend(TrainerBackend):
     service: tinker.ServiceClient
     config: EngineConfig
     model: str
-    """The model's name at the service."""
-
     folder: Path
-    """Local folder with the tokenizer and config."""
-
     max_context: int
     checkpoint_dir: Path
     seed: int
@@ -129,7 +124,6 @@ class TinkerBackend(TrainerBackend):
 
     async def start(self) -> None:
         if self.config.checkpoint:
-            # Load only the weights, because a new run has a fresh optimizer.
             self._use(await self._from_state(_path_of_checkpoint(self.config.checkpoint)))
             return
         lora = self.config.lora
@@ -203,10 +197,10 @@ class TinkerBackend(TrainerBackend):
         elif SAMPLER_WEIGHTS in path:
             client = await self._asked(self.service, "create_sampling_client", model_path=path)
         else:
-            # The service samples only from a run's weights, so a checkpoint needs a run of its own.
+            # The service samples only from a run's weights, so a checkpoint needs a run.
             client = await self._asked(await self._from_state(path), SAMPLING_CLIENT)
         name = await self._asked(client, "get_base_model") if model else self.model
-        # The Hub has another model's tokenizer under the service's name for the model.
+        # The Hub has another model's tokenizer under the service's name for it.
         own = name == self.model
         folder = self.folder if own else await asyncio.to_thread(model_folder, name)
         return TinkerFrozenModel(client, self.notifier, folder=folder, max_context=self.max_context)
@@ -264,7 +258,7 @@ class TinkerFrozenModel(FrozenModel):
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        del temperatures  # `compute_logprobs` always uses temperature 1.
+        del temperatures  # `compute_logprobs` uses temperature 1.
         prompts = [tinker.ModelInput.from_ints(ids.tolist()) for ids in sequences]
         futures = [sdk.awaitable(self.client.compute_logprobs(prompt)) for prompt in prompts]
         rows = await self.notifier.wait(asyncio.gather(*futures), "compute_logprobs")
@@ -273,7 +267,7 @@ class TinkerFrozenModel(FrozenModel):
 
 @dataclass
 class SlowCallNotifier:
-    """Awaits calls to one service, and sends `note` a message when one takes long."""
+    """Awaits a service's calls, and sends `note` a message when one takes long."""
 
     service: str
     note: Callable[[str], None]
@@ -299,8 +293,6 @@ class SlowCallNotifier:
 
 @dataclass
 class SentCall(Generic[T]):
-    """A call that was sent. Awaiting it goes through the notifier."""
-
     notifier: SlowCallNotifier
     call: Awaitable[T]
     what: str
@@ -311,8 +303,6 @@ class SentCall(Generic[T]):
 
 @dataclass(eq=False)
 class NotifyingClient:
-    """Tinker's training client, with calls sent at once and awaited as `SentCall`."""
-
     training: tinker.TrainingClient
     notifier: SlowCallNotifier
     save: Callable[[str], Awaitable[tinker.types.SaveWeightsResponse]]
@@ -346,7 +336,7 @@ class NotifyingClient:
 
 
 def _path_at_service(model: str) -> str:
-    """`model` as a tinker:// path, if it is one or a checkpoint's folder; else empty."""
+    """`model` as a tinker:// path, or empty. It may be a checkpoint's folder."""
     is_checkpoint = bool(model) and (Path(model).expanduser() / POINTER).is_file()
     return _path_of_checkpoint(model) if is_checkpoint or model.startswith(TINKER_PATH) else ""
 
@@ -374,7 +364,7 @@ async def _lacks(base_url: str) -> list[str]:
 
 
 async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwardOutput:
-    """The output with `loss:sum`, from SkyRL's token losses if it is missing. Raises EngineError without
+    """The output with `loss:sum`, from SkyRL's token losses if necessary. Raises EngineError without
     either."""
     found = await output
     if "loss:sum" in found.metrics:
@@ -387,8 +377,7 @@ async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.
 
 
 def after_the_first(row: Sequence[float | None], length: int) -> FloatArray:
-    """A prompt's logprobs as float32 [length]. Tinker returns a placeholder for the first, SkyRL leaves it
-    out."""
+    """A prompt's logprobs as float32 [length]. For the first, Tinker has a placeholder and SkyRL nothing."""
     if len(row) not in (length, length - 1):
         raise EngineError(f"compute_logprobs returned {len(row)} values for a prompt of {length} tokens")
     return np.array([0.0, *row[len(row) - length + 1 :]], dtype=np.float32)

@@ -1,11 +1,10 @@
 """`ReplicaPool`: publishes each version of the weights to all replicas, and routes every model call to one.
 
-An episode stays with one replica, which has cached its earlier turns. A new replica, or one that is back,
-samples once it has shown that adapters act on every kind of module, and has the live versions.
+An episode stays with one replica, which has cached its earlier turns. A new or returning replica samples
+once it has the live versions, and has shown that adapters act on every kind of module.
 
-Invariants: a single version samples a call, and the result names it. A replica samples only from versions
-that it loaded by the digest of their files and did not fail to prove. Unanswered calls of a lost replica are
-repeated elsewhere, since nothing was recorded.
+Invariants: a single version samples a call. A replica samples only from versions that it loaded by their
+files' digest and did not fail to prove. Unanswered calls of a lost replica are repeated elsewhere.
 """
 
 from __future__ import annotations
@@ -34,29 +33,28 @@ from tinkerscript.train.replicas.proof import Evidence, Scores, judge
 from tinkerscript.train.replicas.replica import LostError, Replica
 
 PINS = 100_000
-"""Limit of remembered episodes. The one with the oldest call is forgotten first."""
+"""Remembered episodes; the one with the oldest call is forgotten first."""
 
-# A version is proved on the next-token logprobs after these many recent prompts, cut to their last tokens.
+# A version is proved on the next-token logprobs after this many recent prompts.
 RECENT_PROMPTS = 32
 PROOF_TOKENS = 512
 
 PROMPTS, RANDOM_TOKENS = 16, 32
-"""Random prompts for canaries, and while there are too few recent ones."""
 
 LOAD_S = 1800.0
-"""Time limit to load the model. A replica's death is noticed at once."""
+"""To load the model. A replica's death is noticed at once."""
 
 PROVE_S = 120.0
-"""Time limit to load and prove a version, before the replica is lost."""
+"""To load and prove a version, before the replica is lost."""
 
 HANG_S = 60.0
-"""A replica with requests that samples nothing for this long counts as hung."""
+"""A replica with requests hangs if it samples nothing for this long."""
 
 RESTART_RETRY_S = 1.0
 
 Scorer = Callable[[Path, Sequence[IntArray], Sequence[NDArray[np.int64]]], Awaitable[list[FloatArray]]]
-"""(weights folder, prompts int32 [P] each, next tokens int64 [N] each) -> the trainer's logprobs, float32 [N]
-each."""
+"""(weights folder, prompts int32 [P] each, next tokens int64 [N] each) -> the trainer's logprobs, float32
+[N] each."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +82,7 @@ class ReplicaPool(Sampler):
     replicas: list[Replica]
     config: InferenceConfig
     keep: int
-    """Number of newest versions to sample from. One more stays loaded for running calls."""
+    """Newest versions to sample from. One more stays loaded for running calls."""
 
     model_folder: Path
     vocabulary: int
@@ -94,12 +92,8 @@ class ReplicaPool(Sampler):
 
     score: Scorer
     exact: bool
-    """Whether `score` computes in float32."""
-
     restart: Callable[[Replica], None]
     record: Path
-    """File that gets a line for each proof."""
-
     note: Callable[[str], None]
     timeout_s: float
     load_s: float = LOAD_S
@@ -109,7 +103,7 @@ class ReplicaPool(Sampler):
     def __post_init__(self) -> None:
         self._start, *self._adapters = self.canaries
         self._live: list[Published] = []
-        self._held = Counter[int]()  # Uses of versions that `keep` alone would not keep.
+        self._held = Counter[int]()  # Uses of versions beyond `keep`.
 
         self._newest = -1
         self._pins: OrderedDict[str, Pin] = OrderedDict()
@@ -120,8 +114,6 @@ class ReplicaPool(Sampler):
         self._random: list[IntArray] = list(self._rng.integers(0, self.vocabulary, size).astype(np.int32))
         self._changed = asyncio.Condition()
         self.is_awake = asyncio.Event()
-        """Cleared while the trainer uses the devices."""
-
         self.is_awake.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._publishing = asyncio.Lock()
@@ -133,7 +125,7 @@ class ReplicaPool(Sampler):
     # Replicas come and go
 
     async def begin(self) -> None:
-        """Wait until all replicas can sample. Raises ConfigError if one cannot be used."""
+        """Wait until all replicas can sample. Raises ConfigError for an unusable one."""
         try:
             await asyncio.gather(*(self._begin(replica, self._limit) for replica in self.replicas))
         except GatewayError as error:
@@ -209,8 +201,6 @@ class ReplicaPool(Sampler):
             await asyncio.sleep(RESTART_RETRY_S)
 
     async def _watch(self, replica: Replica) -> None:
-        """Lose the replica if its server does not respond, samples nothing for its requests, or was
-        restarted, which resets its token counter and its weights."""
         pause = min(2.0, self.hang_s / 4)
         moved_at = time.monotonic()
         while True:
@@ -222,7 +212,7 @@ class ReplicaPool(Sampler):
             why, before = "", replica.tokens
             try:
                 sampled = await replica.tokens_sampled()
-                if sampled < before:
+                if sampled < before:  # A restart resets the counter, and loses the weights.
                     self.lose(replica, "has been started again")
                 if sampled != before or not replica.in_flight.total():
                     moved_at = now
@@ -299,7 +289,6 @@ class ReplicaPool(Sampler):
         )
 
     def _free_a_slot(self, replica: Replica) -> None:
-        """Move calls that hold the oldest adapters, if a new adapter would have to wait for them."""
         calls = replica.in_flight
         for version in sorted(calls)[: max(0, len(calls) + 1 - self.config.max_loras)]:
             self.counts["moved"] += calls[version]
@@ -310,7 +299,7 @@ class ReplicaPool(Sampler):
             if replica.serving:
                 try:
                     await replica.retire(published.version, published.name)
-                except GatewayError as error:  # `_watch` decides whether the replica is lost.
+                except GatewayError as error:
                     logger.warning("replica.not_retired name=%s error=%s", replica.name, error)
         shutil.rmtree(published.folder)
 
@@ -328,8 +317,7 @@ class ReplicaPool(Sampler):
     async def sleep(self) -> None:
         """Make the replicas release their memory. Calls wait until `wake`.
 
-        Replicas that do not serve hold memory or are about to, so they are killed, and may restart after
-        `wake`.
+        Replicas that do not serve yet are killed, and may restart after `wake`.
         """
         self.is_awake.clear()
         await self._everywhere(Replica.sleep, "did not go to sleep")
@@ -371,7 +359,7 @@ class ReplicaPool(Sampler):
             self._held[version] -= 1
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Sample from the newest announced version, or the one that the episode finishes with.
+        """Sample from the newest announced version, or the episode's.
 
         Raises GatewayError: 503 if no replica is available in time, or the replica's own.
         """
@@ -404,7 +392,7 @@ class ReplicaPool(Sampler):
             replica = await self._least_loaded(deadline, version=held, avoid=avoid)
             pin = Pin(replica, self._newest if held is None else held)
             if affinity:
-                self._unpin(affinity)  # A concurrent call of the episode may have pinned it.
+                self._unpin(affinity)
                 self._pins[affinity] = pin
                 pin.replica.pinned += 1
                 while len(self._pins) > PINS:
@@ -433,8 +421,6 @@ class ReplicaPool(Sampler):
     async def _least_loaded(
         self, deadline: float, *, version: int | None = None, avoid: Replica | None = None
     ) -> Replica:
-        """Wait for a replica with `version`; None: the newest by then."""
-
         def ready() -> list[Replica]:
             wanted = self._newest if version is None else version
             return [replica for replica in self.replicas if self._may_sample(replica, wanted)]

@@ -1,11 +1,11 @@
 """Judges from logprobs whether a replica samples from the weights that it was given.
 
-Two versions of an adapter differ by less than a bfloat16 replica's rounding noise, so comparing values proves
-nothing. Instead the replica's changes between versions are regressed on the trainer's, over many tokens. The
-slope is near 1 for the newer version and near 0 for the older one, whatever constant differences their
-kernels have. The standard error is a jackknife over positions, because errors at one position are correlated.
-With a float32 trainer the changes must also match up to noise, because the slope is near 1 even if a small
-part of the weights is old.
+Two versions of an adapter differ by less than a bfloat16 replica's rounding noise, so comparing values
+proves nothing. Instead, over many tokens, the replica's changes between versions are regressed on the
+trainer's. The slope is near 1 for the newer version and near 0 for the older one, whatever constant
+differences their kernels have. The standard error is a jackknife over positions, because errors at one
+position are correlated. With a float32 trainer the changes must also match up to noise, because a few old
+weights leave the slope near 1.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import numpy as np
 from tinkerscript.rollouts.call import FloatArray
 
 Verdict = Literal["proved", "refused", "undecidable", "unchanged"]
-"""`unchanged`: the trainer's logprobs are the same under both versions."""
+"""`unchanged`: the trainer's logprobs are equal under both versions."""
 
-# A slope closer to 1 than this means the newer version, any other slope another version, provided that it is
-# this many standard errors away from the border.
+# A slope closer to 1 than this means the newer version, and any other slope another version, if it is this
+# many standard errors away from the border.
 FROM_ONE = 0.5
 STANDARD_ERRORS = 3.0
 
-# How much of a change may be missing, as a root mean square: this share of the change, plus this multiple of
-# the difference between replica and trainer for the older version. Beyond that, only part of the newer
-# version is there.
+# How much of a change may be missing, as a root mean square: this share of it, plus this multiple of the
+# difference between replica and trainer for the older version. Beyond that, part of the newer version is
+# missing.
 PARTLY, TIMES_NOISE = 0.05, 4.0
 
-# Less likely tokens are ignored, because replicas clip their logprobs.
+# Replicas clip lower logprobs.
 UNLIKELY = -30.0
 
 SMALLEST_CHANGE = 1e-6
-"""Root mean square in nats below which the trainer's change is float32 rounding."""
+"""Root mean square in nats; smaller changes are float32 rounding."""
 
-# A bfloat16 trainer rounds its own logprobs, which pulls the slope towards 0. So its change must be this many
-# times the difference between replica and trainer for the older version.
+# Rounding in a bfloat16 trainer pulls the slope towards 0, so its change must be this many times the
+# difference between replica and trainer for the older version.
 OVER_NOISE = 2.0
 
 
@@ -49,11 +49,9 @@ class Evidence:
     """NaN if the trainer's logprobs do not change."""
 
     error: float
-    """Infinite if there are too few positions."""
+    """Infinite with too few positions."""
 
     gap: float
-    """Largest difference between replica and trainer, in nats."""
-
     tokens: int
 
     def __str__(self) -> str:
@@ -97,7 +95,6 @@ def judge(replica: Scores, trainer: Scores, *, exact: bool = True) -> Evidence:
 
 
 def _jackknife(squares: np.ndarray, products: np.ndarray) -> float:
-    """Standard error of the slope, from slopes that leave out one position each."""
     others = squares.sum() - squares
     if len(squares) < 3 or (others <= 0).any():
         return float("inf")

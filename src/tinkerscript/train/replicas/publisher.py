@@ -1,7 +1,7 @@
 """`ReplicaPublisher`: vLLM replicas sample the weights that the embedded engine trains.
 
-A version is in `adapters/policy-<run>-<version>-<digest>` in the run's folder: an adapter, or all weights if
-all train. Its files never change.
+A version is in `adapters/policy-<run>-<version>-<digest>` in the run's folder: an adapter, or all weights
+if all train. Its files never change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from tinkerscript.train.step_metrics import StepFacts
 from tinkerscript.vllm_plugin import ADAPTERS_TOKEN, write_manifest
 
 PROOFS = "replicas.jsonl"
-"""File in the run folder with a line for each proof."""
 
 
 @dataclass(eq=False)
@@ -52,7 +51,7 @@ class ReplicaPublisher(Publisher):
     config: InferenceConfig
     holds: int
     seeds = False
-    """Seeds slow vLLM down, and its samples depend on the rest of the batch anyway."""
+    """Seeds slow vLLM down, and samples depend on the batch anyway."""
 
     def __post_init__(self) -> None:
         self.max_context = self.engine.max_context
@@ -114,15 +113,14 @@ async def open_replicas(
 ) -> AsyncGenerator[ReplicaPublisher]:
     """Open the replicas that `config` launches or names; leaving the context ends them.
 
-    `server_url` is where replicas on other machines download adapters; empty if they share the run's folder.
-    Raises ConfigError for a replica that cannot be used, and the supervisor's error for one that cannot run.
+    `server_url`: where replicas on other machines download adapters; empty if they share the run's folder.
+    Raises ConfigError for an unusable replica, and the supervisor's error for one that cannot run.
     """
     if not isinstance(backend, EmbeddedBackend):
         raise ConfigError(f"engine.backend: {config.engine.backend} has no weights for replicas")
     inference, engine = config.inference, backend.engine
     timeout_s = config.interchange_server.call_timeout_s
     adapters = folder / ADAPTERS_FOLDER
-    # An earlier process of the run wrote these, and its replicas are gone.
     shutil.rmtree(adapters, ignore_errors=True)
     launched = _launched(
         [process for process in plan_of(config, folder) if process.name.startswith("replica ")],
@@ -175,10 +173,7 @@ async def open_replicas(
 def _launched(
     planned: Sequence[PlannedProcess], config: RunConfig, *, model: Path, folder: Path, adapters: str
 ) -> dict[Replica, Child]:
-    """The replicas to launch, with their processes, which are not started yet.
-
-    `adapters` is the folder or URL where they find what the run publishes.
-    """
+    """`adapters`: folder or URL of what the run publishes. The processes have not started."""
     key = secrets.token_hex(16)
     inference = config.inference.model_copy(update={"model": REPLICA_MODEL})
     values: dict[str, str] = {Slot.MODEL: str(model), Slot.ADAPTERS: adapters, Slot.KEY: key}
@@ -217,7 +212,6 @@ def _scorer(engine: EmbeddedEngine) -> Scorer:
             # The last position is not scored, so append an id.
             client.score(
                 tinker.ModelInput.from_ints([*ids.tolist(), 0]),
-                # The row after the prompt, for each chosen token.
                 chosen=(np.full(len(chosen), len(ids) - 1, np.int64), chosen),
             )
             for ids, chosen in zip(prompts, tokens, strict=True)

@@ -1,9 +1,8 @@
 """`Replica`: one vLLM server that samples for a run, with the versions that it has loaded.
 
-Its next-token logprobs, always requested through an adapter, tell which weights it has. vLLM 0.32 has two
-bugs with adapters on the head: scoring a prompt next to other requests kills the engine
-(`punica_wrapper.add_lora_logits` has rows for sampled tokens only), and on CPUs, requests for the base model
-get the last loaded adapter's head.
+Its next-token logprobs, always through an adapter, tell which weights it has. vLLM 0.32 has two bugs with
+adapters on the head: scoring a prompt next to other requests kills the engine
+(`punica_wrapper.add_lora_logits`), and on CPUs, base model requests get the last loaded adapter's head.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tinkerscript.sampler import SampleRequest, SampleResult
 from tinkerscript.tokenizer import LightTokenizer
 
 PROOF_TOP = 20
-"""Logprobs per position: vLLM's default limit."""
+"""vLLM's default limit of logprobs per position."""
 
 CHECK_TIMEOUT_S = 5.0
 
@@ -46,10 +45,9 @@ class Replica:
     api_key: str = ""
     timeout_s: float = field(kw_only=True)
     is_launched: bool = False
-    """Whether the run starts and restarts it. `move` then says where it is."""
+    """Whether the run starts it. `move` then says where it is."""
 
     adapters: bool = True
-    """Whether versions are adapters, which can coexist, or full weights."""
 
     def __post_init__(self) -> None:
         self._former: list[VllmServer] = []
@@ -58,14 +56,12 @@ class Replica:
         self._facts: ServerFacts | None = None
         self._samplers: dict[int, RemoteSampler] = {}
         self._text: Callable[[list[int]], str] | None = None
-        self._calls: dict[asyncio.Task[SampleResult], int] = {}  # Running call -> its version.
+        self._calls: dict[asyncio.Task[SampleResult], int] = {}
 
         self.pinned = 0
         self.tokens = 0.0
-        """Tokens that the server had sampled at the last check."""
-
         self.serving = False
-        self._weights = ""  # The name of the loaded weights, if versions are full weights.
+        self._weights = ""
 
     @property
     def load(self) -> tuple[int, int]:
@@ -94,12 +90,10 @@ class Replica:
             self._is_up.set()
 
     def move(self, process: Started) -> None:
-        """Connect to the restarted server, possibly on another machine."""
         self._former.append(self._server)
         self._connect(f"http://{process.host}:{process.port}")
 
     def leave(self) -> None:
-        """Note that the server is gone or about to be, and will be restarted."""
         self._is_up.clear()
         self._is_gone.set()
 
@@ -131,7 +125,7 @@ class Replica:
             await asyncio.gather(gone, examining, return_exceptions=True)
 
     async def _rouse(self) -> None:
-        """Resume and wake the server: a failure may have left it paused or asleep."""
+        """Resume and wake the server, which a failure may have left paused or asleep."""
         with suppress(GatewayError):
             if not self.adapters:
                 await self._server.resume()
@@ -158,7 +152,7 @@ class Replica:
         self._weights = name
 
     async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
-        """The most likely next ids after each prompt (int32 [P]) with their logprobs. Raises GatewayError."""
+        """The most likely next ids after each prompt (int32 [P]) with logprobs. Raises GatewayError."""
         name = folder.name
 
         async def one(ids: IntArray) -> dict[int, float]:
@@ -205,14 +199,13 @@ class Replica:
         return result
 
     def cut(self, newest: int) -> None:
-        """End calls of older versions, with what they have sampled."""
         for version, sampler in self._samplers.items():
             if version < newest:
                 sampler.cut()
 
     async def _interrupt(self, samplers: Mapping[int, RemoteSampler]) -> None:
-        """End running calls while the server still has their weights: with what they have sampled if they can
-        continue, else by LostError."""
+        """End running calls while the server has their weights: with partial samples if they can continue,
+        else by LostError."""
         if self._text is not None:
             for sampler in samplers.values():
                 sampler.cut()
@@ -225,14 +218,12 @@ class Replica:
                 call.cancel()
 
     async def retire(self, version: int, name: str) -> None:
-        """Stop sampling from a version. Its adapter is unloaded after its running calls. Raises
-        GatewayError."""
+        """Stop sampling from a version, and unload its adapter after running calls. Raises GatewayError."""
         self._samplers.pop(version, None)
         if self.adapters:
             await self._server.unload_adapter(name)
 
     def lose(self) -> None:
-        """Treat the server as gone with everything that it had loaded."""
         self.serving = False
         self.pinned = 0
         self._abandon_all()
@@ -245,7 +236,7 @@ class Replica:
     async def sleep(self) -> None:
         """Release the devices' memory, and end running calls. Raises GatewayError."""
         samplers = self._samplers
-        if self._text is not None:  # A cut is permanent, so the versions get new samplers.
+        if self._text is not None:  # A cut is permanent, so versions get new samplers.
             self._samplers = {version: replace(sampler) for version, sampler in samplers.items()}
         await self._interrupt(samplers)
         await self._server.sleep()
@@ -254,7 +245,7 @@ class Replica:
         await self._server.wake()
 
     async def tokens_sampled(self) -> float:
-        """The server's counter of sampled tokens. Raises GatewayError and TimeoutError."""
+        """Raises GatewayError and TimeoutError."""
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             self.tokens = await self._server.tokens_sampled()
         return self.tokens
