@@ -125,7 +125,9 @@ STARTS = {
     "no GPU": new("engine.device: 'cuda'", "cpu", **{"engine.device": "cuda"}),
     "no run to resume": Start(["--resume", "nowhere"], ["there is no run in nowhere"]),
     "half a ledger": resumed(half_of(LEDGER_FILE), f"one/{LEDGER_FILE} cannot be read", "whole ledger back"),
-    "an older ledger": resumed(behind, "ends with step 2", "checkpoint of step 3", "restore the whole ledger"),
+    "an older ledger": resumed(
+        behind, "ends with step 2", "checkpoint of step 3", "restore the whole ledger"
+    ),
     "a run of version 0.1": resumed(of_version_0_1, "made by tinkerscript 0.1", "engine.checkpoint"),
     "another run's ledger": resumed(of_another(LEDGER_FILE), LEDGER_FILE, "from another run"),
     "another run's checkpoint": resumed(of_another("checkpoints/step_0003"), "step_0003", "from another run"),
