@@ -16,6 +16,7 @@ EXAMPLE = ROOT / "examples" / "smollm2"
 SHORT: dict[str, Any] = {
     "task.name": f"{EXAMPLE / 'tasks.py'}@formats",
     "experiment_dir": "run",
+    "engine.threads": 1,  # Two would wait for each other beside the other tests.
     "interchange_server.interchange_server_port": 0,
     "sampling.max_tokens": 32,
     "training.steps": 2,
