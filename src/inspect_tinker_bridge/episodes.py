@@ -271,7 +271,7 @@ def reportable(error: BaseException) -> BaseException:
     """Return `error`, or a replacement that does not end the eval with all its episodes.
 
     Inspect fails on errors that are not an Exception, and on messages that UTF-8 cannot encode, such as JSON
-    text from a model (`"\ud800"`).
+    text from a model (`"\\ud800"`).
     """
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return error

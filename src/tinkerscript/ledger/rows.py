@@ -66,7 +66,7 @@ class SampleRow(Row, frozen=True, kw_only=True):
 
 
 class EpisodeRow(Row, frozen=True, kw_only=True):
-    """`server.episodes.record.EpisodeRecord` explains the other columns."""
+    """One episode, as it stands now. `server.episodes.record.EpisodeRecord` explains the other columns."""
 
     TABLE = "episodes"
     KEY = ("sequence",)

@@ -261,7 +261,7 @@ def _step_of(line: str, *, beyond: int) -> int:
 
 
 def _link_as_latest(run: Path) -> None:
-    """Point `runs/latest` at this run, if it is a link."""
+    """Point `runs/latest` at this run, unless it is something other than a link."""
     link = RUNS / LATEST_RUN
     if link.is_dir() and not link.is_symlink():
         return

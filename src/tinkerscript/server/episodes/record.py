@@ -67,6 +67,8 @@ class EpisodeRecord:
     """Digest of the payload, its key in the ledger."""
 
     pool: str = TRAINER_POOL
+    """Only clients that ask for this pool can claim the episode."""
+
     group_size: int = 0
     step: int = 0
     label: str = ""
