@@ -349,7 +349,7 @@ class Trainer:
         trained = [kind(step=step, time=now, policy_version=version)] if kind else []
         await self._commit([PublicationRow(policy_version=version, step=step, time=now), *trained, *rows])
         self._sampler.publish(version)
-        self._link.set_status(policy_version=version, global_step=step)
+        self._link.set_status(policy_version=version, global_step=step, engine_status="ENGINE.ROLLING")
 
     async def _commit(self, rows: Sequence[PublicationRow | StepRow | TrainedRow | CheckpointRow]) -> None:
         self._link.note(rows)
@@ -503,7 +503,7 @@ class StreamingTrainer:
         assert self.policy is not None
         version = await self.policy.publish(step)
         self._lags.published(version, step=step)
-        self._link.set_status(policy_version=version, global_step=step)
+        self._link.set_status(policy_version=version, global_step=step, engine_status="ENGINE.ROLLING")
         await self._stream.published(step)
         return version
 
@@ -520,7 +520,11 @@ async def train(options: argparse.Namespace) -> None:
 
     def link_of(sample: SampleFunction) -> TrainerLink:
         witness = Witness(oracle, spelling, sample)
-        return TrainerLink(options.link, trainer_id=uuid4().hex, model="fake", sampler=witness.sample)
+        # As a run does: no episode is handed out before the first publication, which says its version.
+        status, sampler = "ENGINE.BOOTING", witness.sample
+        return TrainerLink(
+            options.link, trainer_id=uuid4().hex, model="fake", sampler=sampler, engine_status=status
+        )
 
     if options.max_policy_lag is None:
         sampler = FakeSampler(spelling, rng, delay_s=options.delay_s)

@@ -20,23 +20,24 @@ from trained_adapter import Trained, trained
 
 pytestmark = pytest.mark.timeout(400)
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.long))
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningVllm]]:
-    """One for each dtype; they start together."""
+    """One for each dtype that is asked for, which takes a minute of processor time to start."""
     folder = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
-        started = {
-            dtype: stack.enter_context(
-                running_vllm(folder, folder / dtype / "adapters", dtype=dtype, max_loras=3)
-            )
-            for dtype in DTYPES
-        }
-        for server in started.values():
-            server.wait()
-        yield started
+
+        class Started(dict[str, RunningVllm]):
+            def __missing__(self, dtype: str) -> RunningVllm:
+                adapters = folder / dtype / "adapters"
+                server = stack.enter_context(running_vllm(folder, adapters, dtype=dtype, max_loras=3))
+                server.wait()
+                self[dtype] = server
+                return server
+
+        yield Started()
 
 
 def preload(server: RunningVllm, name: str, path: Path) -> None:
