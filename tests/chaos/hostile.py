@@ -424,8 +424,8 @@ async def registrar(me: Hostile) -> None:
     await me.pause(0.5)
 
 
-WORKER_S = 60.0
-"""A worker that has not refused the samples by then works on them."""
+WORKER_S = 150.0
+"""A worker that has not refused the samples by then works on them. While the trainer is dead, it gets none."""
 
 
 async def smuggler(me: Hostile) -> None:
