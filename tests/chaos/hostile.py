@@ -425,7 +425,7 @@ async def registrar(me: Hostile) -> None:
 
 
 WORKER_S = 150.0
-"""A worker that has not refused the samples by then works on them. While the trainer is dead, it gets none."""
+"""A worker that has not refused the samples by then works on them. A dead trainer has none for it."""
 
 
 async def smuggler(me: Hostile) -> None:
