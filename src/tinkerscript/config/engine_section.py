@@ -58,8 +58,8 @@ class EngineConfig(Section):
     """Maximum number of sequences decoded together."""
 
     cache_tokens: int = Field(default=0, ge=0)
-    """Tokens whose keys and values the embedded engine holds: those of running sequences, and of earlier ones
-    that later calls may begin with. Calls wait if there is no room. 0: as many as fit into free memory."""
+    """How many tokens the embedded engine's key-value cache holds, for running sequences and for prefixes
+    that later calls can reuse. A call that does not fit waits. 0: as many as fit into free memory."""
 
     device: str = "cpu"
     """Torch device of the embedded engine: `cpu`, `cuda`, `cuda:1`."""
