@@ -22,9 +22,7 @@ from roster import APIS, CLIENTS, FEATURES, Client  # noqa: E402
 INTRODUCTION = """\
 # Clients
 
-To turn a program that calls a model into a rollout, give it the episode's base URL and API key. This page
-shows how to do that with each library, which features were tested, and what is refused.
-
+To turn a program that calls a model into a rollout, give it the episode's base URL and API key.
 `make acceptance` runs every client and fails if a result differs from this page, which
 `scripts/clients_table.py` writes from `tests/clients/results.json`.
 """
@@ -46,10 +44,10 @@ MEANINGS = """\
 - *retry after 503*: the library retries by itself, and nothing is recorded twice.
 - *disconnect mid-stream*: an abandoned reply is not recorded, and the next request is answered.
 
-Each client's program runs in its own interpreter against a real server. The model spells its replies in
-tokens that the tokenizer would not produce, so any detour through text would change the ids. After every
-feature, each sampled token is in the episode exactly once, with its logprob and after the prompt that it was
-sampled from; the conversation is one training sequence; and the alignment report is clean.
+Each client's program runs against a real server. The model spells its replies in tokens that the tokenizer
+would not produce, so any detour through text would change the ids. After every feature, each sampled token is
+in the episode exactly once, with its logprob and after the prompt that it was sampled from; the conversation
+is one training sequence; and the alignment report is clean.
 """
 
 HABITS_TEXT = """\
@@ -62,14 +60,15 @@ server recognized the call that a request continues: by an id of ours or by equa
 REFUSED_TEXT = """\
 ## What is refused
 
-A field that is not supported is refused by name, with status 400, before anything is sampled.
+An unsupported field is refused with status 400 before anything is sampled, with a message that names it, such
+as `reasoning.effort is not supported by this server; leave it out`. Tested were:
 """
 
 SNIPPETS_TEXT = """\
 ## How to point a client at an episode
 
 `episode` comes from `tinkerscript.client`; see [Start](start.md#your-own-agent). The tests run these lines.
-Or set the variables that the library reads: `OPENAI_BASE_URL` and `OPENAI_API_KEY`; `ANTHROPIC_BASE_URL`
+Or set the library's variables: `OPENAI_BASE_URL` and `OPENAI_API_KEY`; `ANTHROPIC_BASE_URL`
 (without `/v1`) and `ANTHROPIC_API_KEY`; for Inspect's `openai-api/NAME/policy`, `NAME_BASE_URL` and
 `NAME_API_KEY`.
 
@@ -79,8 +78,8 @@ A key is valid for one claim, so make a new client, or a new process, for each e
 NOTES = """\
 ## Notes
 
-- `openai` adds `parsed` and `parsed_arguments` to messages that it streamed or parsed. They are ignored when
-  they are sent back, because they repeat the message.
+- `openai` adds `parsed` and `parsed_arguments` to messages that it streamed or parsed. The server ignores
+  them, because they repeat the message.
 - Anthropic's tool runner first asks for a server-side thread. It gets `thread_unsupported_request` and falls
   back to sending the whole history: one extra request per runner.
 - `run_stream` in `pydantic-ai` takes the first text of a reply as the final one, even if tool calls follow.
@@ -110,11 +109,11 @@ def render() -> str:
         ),
         REFUSED_TEXT,
         _table(
-            ["API", "request", "reply"],
+            ["API", "refused"],
             [
-                [APIS[each.api], asked, _cell(message)]
+                [APIS[each.api], "; ".join(refused)]
                 for each in CLIENTS
-                for asked, message in rows[each.key].get("refused", {}).items()
+                if (refused := rows[each.key].get("refused"))
             ],
         ),
         NOTES,
@@ -141,10 +140,6 @@ def _habits(client: Client, row: dict[str, Any]) -> list[str]:
         ", ".join(row["matched_by"]),
         added or "none",
     ]
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
