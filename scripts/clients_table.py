@@ -36,7 +36,8 @@ FEATURES_TEXT = """\
 MEANINGS = """\
 - *tools, several turns*: three questions, reasoning, two tools, two calls in one reply, unusually spelled
   arguments, trailing white space, characters split across tokens.
-- *malformed call*: a tool call whose JSON never closes stays text, and the conversation continues.
+- *malformed call*: a tool call with JSON that never closes stays text, and the conversation
+  continues.
 - *required call*, *JSON schema*: `tool_choice` and `response_format`, or the API's equivalents, under a
   grammar.
 - *logprobs*: the client received the logprobs that the sampler logged; with `return_token_ids`, also the ids.
@@ -58,7 +59,7 @@ server recognized the call that a request continues: by an id of ours or by equa
 """
 
 REFUSED_TEXT = """\
-## What is refused
+## Refused requests
 
 An unsupported field is refused with status 400 before anything is sampled, with a message that names it, such
 as `reasoning.effort is not supported by this server; leave it out`. Tested were:

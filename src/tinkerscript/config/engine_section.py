@@ -56,8 +56,8 @@ class EngineConfig(Section):
     """Maximum number of sequences decoded together."""
 
     cache_tokens: int = Field(default=0, ge=0)
-    """Tokens that the embedded engine's key-value cache holds, for running sequences and reusable prefixes. A
-    call that does not fit waits. 0: as many as fit into free memory (docs/engine.md)."""
+    """Tokens in the embedded engine's key-value cache, for running sequences and reusable prefixes. A call
+    that does not fit waits. 0: as many as fit into free memory (docs/engine.md#memory)."""
 
     device: str = "cpu"
     """Torch device of the embedded engine: `cpu`, `cuda`, `cuda:1`."""

@@ -122,9 +122,8 @@ RESERVED_ROLES = ("policy", "side")
 
 class RoleConfig(Section):
     kind: Literal["frozen", "outside", "trained"]
-    """`frozen`: a model that does not train. `outside`: an OpenAI-compatible server, such as a judge; only
-    the interchange server sees its key. `trained`: a second policy, such as an opponent, with its own
-    optimizer, rewards and checkpoints."""
+    """`frozen`: a model that does not train. `outside`: an OpenAI-compatible server, such as a judge.
+    `trained`: a second policy, such as an opponent, with its own optimizer, rewards and checkpoints."""
 
     model: str = ""
     """Weights of the role: a folder, a Hugging Face id (both `frozen`), or a checkpoint; with

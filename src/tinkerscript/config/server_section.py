@@ -74,8 +74,8 @@ class InterchangeConfig(Section):
     """Maximum lifetime of a claim in seconds, however often its client renews it."""
 
     processes: int = Field(default=1, ge=1, le=64)
-    """Number of processes that answer model calls. Above 1, each has a port and a share of the claims, and
-    the server only manages episodes (docs/cluster.md)."""
+    """Processes that answer model calls. Above 1, each has a port and a share of the claims, and the server
+    only manages episodes (docs/cluster.md)."""
 
     store: str = "sqlite"
     """Where the run's ledger is: `sqlite` (in the run folder), `sqlite:///PATH`, or

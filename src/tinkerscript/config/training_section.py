@@ -128,10 +128,9 @@ class DistillationConfig(Section):
 
 class CreditConfig(Section):
     level: Literal["episode", "turn", "state"] = "turn"
-    """Which advantage the tokens of a call get if programs reward single calls. `episode`: the episode's.
-    `turn`: the call's return, compared with the group's other episodes at the same turn. `state`: the
-    episode's, plus the call's return compared with the group's calls that saw the same observation
-    (GiGPO)."""
+    """Advantage of the tokens of a call if programs reward single calls: the episode's, or its return
+    compared with the group's other episodes at the same turn (`turn`), or with the group's calls that saw the
+    same observation, plus the episode's (`state`, GiGPO)."""
 
     discount: float = Field(default=1.0, gt=0, le=1)
     """Factor by which a reward counts less for each call further back."""
@@ -194,7 +193,7 @@ class TrainingConfig(Section):
 
     batch_rule: Literal["groups", "differing_groups"] = "groups"
     """When a batch is complete: with enough complete `groups`, or with enough groups that have different
-    rewards (`differing_groups`). Other groups are replaced, up to three times `groups_per_step`."""
+    rewards (`differing_groups`); the others are replaced, up to three times `groups_per_step`."""
 
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     """Which samples are asked, and how often."""
@@ -209,12 +208,12 @@ class TrainingConfig(Section):
     samples."""
 
     on_stale: Literal["wait", "drop"] = "wait"
-    """What to do when a running group would become too old. `wait`: delay the step until it ends. `drop`:
-    train without its old episodes, which carry no loss but count in the group's baseline."""
+    """When a running group would become too old: delay the step until it ends (`wait`), or train without its
+    old episodes, which carry no loss but count in the group's baseline (`drop`)."""
 
     replay_uses: int = Field(default=1, ge=1)
-    """Steps that an episode may train in. With n above 1, n - 1 times `groups_per_step` groups of earlier
-    steps join each step, up to n - 1 steps old even if `max_policy_lag` is less."""
+    """Steps that an episode may train in. n above 1 adds n - 1 times `groups_per_step` groups of earlier
+    steps to each step, up to n - 1 steps old even if `max_policy_lag` is less."""
 
     checkpoint_every: int = Field(default=5, ge=0)
     """Steps between checkpoints, from which `train --resume` continues. 0: only after the last step."""
@@ -227,12 +226,12 @@ class TrainingConfig(Section):
     `inspect/`. 0: never."""
 
     on_misalignment: Literal["stop", "warn"] = "stop"
-    """What to do if the sampler's logprobs do not match the trainer's at policy lag 0. `stop`: end the run
-    before the weights change; it can be resumed. `warn`: train without the sequences known to be wrong."""
+    """If the sampler's logprobs do not match the trainer's at policy lag 0: end the run before the weights
+    change, to be resumed (`stop`), or train without the sequences known to be wrong (`warn`)."""
 
     constrained_tokens: Literal["mask", "train", "refuse"] = "mask"
-    """Tokens that a grammar forced or restricted (`response_format`, required tools). `mask`: they carry no
-    loss. `train`: they train like freely chosen tokens. `refuse`: their sequence does not train."""
+    """Tokens that a grammar forced or restricted (`response_format`, required tools) carry no loss (`mask`),
+    train like others (`train`), or exclude their sequence (`refuse`)."""
 
     max_mean_dlogp: float = Field(default=0.1, gt=0)
     """Mean difference between the trainer's and the sampler's logprobs at policy lag 0 above which a step is
@@ -249,14 +248,12 @@ class TrainingConfig(Section):
     """Passes over a batch, each reshuffled."""
 
     advantage_baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
-    """What is subtracted from an episode's reward: the mean of its group (`group_mean`), the mean of the
-    group's other episodes (`leave_one_out`, as in RLOO), or nothing (`none`, as in REINFORCE++; needs
-    `advantage_scale: batch_deviation`)."""
+    """What is subtracted from an episode's reward: the mean of its group, the mean of the group's other
+    episodes (`leave_one_out`), or nothing (`none`; needs `advantage_scale: batch_deviation`)."""
 
     advantage_scale: Literal["none", "group_deviation", "group_mean", "batch_deviation"] = "none"
-    """What the difference is divided by: nothing (`none`), the standard deviation of the group's rewards
-    (`group_deviation`, GRPO), their mean (`group_mean`, MaxRL), or the standard deviation over all tokens of
-    the step, after subtracting the mean (`batch_deviation`, REINFORCE++)."""
+    """What the difference is divided by: nothing, the group's standard deviation or mean, or the standard
+    deviation over all tokens of the step (docs/training.md#advantages)."""
 
     pass_k: int = Field(default=1, ge=1)
     """Pass@k training: an episode's reward becomes the mean, over all sets of k episodes of its group that
@@ -278,7 +275,7 @@ class TrainingConfig(Section):
         default_factory=dict[Literal["token", "turn"], float]
     )
     """Reward that an episode loses for each `token` that the policy sampled, and for each `turn`, one of its
-    calls, as in `{turn: 0.05}`."""
+    calls: `{turn: 0.05}`."""
 
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """Share of the step's tokens that train: those with the highest entropy."""
@@ -313,9 +310,9 @@ class TrainingConfig(Section):
     """Losses that clip do so above a ratio of 1 + clip_high. null: 0.2, or 4e-4 for `gspo`."""
 
     loss_mean: Literal["sequences", "tokens", "tokens_then_sequences", "episodes"] = "sequences"
-    """What the summed token losses of a minibatch are divided by: its `sequences`; its trained `tokens`
-    (DAPO); `tokens_then_sequences`, each sequence by its tokens and their sum by the sequences (GRPO); or
-    `episodes`, the number planned for a minibatch, replayed ones included, however few train."""
+    """What the summed token losses of a minibatch are divided by: its trained `sequences` or `tokens`, first
+    each sequence's tokens and then the sequences, or the planned number of `episodes`, replayed ones included
+    (docs/training.md#means-and-minibatches)."""
 
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     """Correction for a sampler with other probabilities than the trainer's
