@@ -48,14 +48,7 @@ MEANINGS = """\
 Each client's program runs against a real server. The model spells its replies in tokens that the tokenizer
 would not produce, so any detour through text would change the ids. After every feature, each sampled token is
 in the episode exactly once, with its logprob and after the prompt that it was sampled from; the conversation
-is one training sequence; and the alignment report is clean.
-"""
-
-HABITS_TEXT = """\
-## What clients send back
-
-Every client gives one training sequence, whatever it does with earlier replies. *Matched by* says how the
-server recognized the call that a request continues: by an id of ours or by equal content.
+is one training sequence, whether the client sends the reasoning back or not; and the alignment report is clean.
 """
 
 REFUSED_TEXT = """\
@@ -103,11 +96,6 @@ def render() -> str:
         FEATURES_TEXT,
         _table(["client", "API", *FEATURES.values()], [_features(each, rows[each.key]) for each in CLIENTS]),
         MEANINGS,
-        HABITS_TEXT,
-        _table(
-            ["client", "version", "API", "reasoning", "matched by", "fields it adds"],
-            [_habits(each, rows[each.key]) for each in CLIENTS],
-        ),
         REFUSED_TEXT,
         _table(
             ["API", "refused"],
@@ -128,19 +116,7 @@ def _snippet(client: Client) -> str:
 
 def _features(client: Client, row: dict[str, Any]) -> list[str]:
     found = ["yes" if feature in row["works"] else "–" for feature in FEATURES]
-    return [client.name, APIS[client.api], *found]
-
-
-def _habits(client: Client, row: dict[str, Any]) -> list[str]:
-    added = ", ".join(f"`{name}`" for name in row["sends"])
-    return [
-        client.name,
-        row["version"],
-        APIS[client.api],
-        row["reasoning"],
-        ", ".join(row["matched_by"]),
-        added or "none",
-    ]
+    return [f"{client.name} {row['version']}", APIS[client.api], *found]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
