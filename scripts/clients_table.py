@@ -48,7 +48,7 @@ MEANINGS = """\
 Each client's program runs against a real server. The model spells its replies in tokens that the tokenizer
 would not produce, so any detour through text would change the ids. After every feature, each sampled token is
 in the episode exactly once, with its logprob and after the prompt that it was sampled from; the conversation
-is one training sequence, whether the client sends the reasoning back or not; and the alignment report is clean.
+is one training sequence, whether the client sends reasoning back or not; and the alignment report is clean.
 """
 
 REFUSED_TEXT = """\
