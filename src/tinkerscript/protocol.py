@@ -484,9 +484,6 @@ class EpisodeClaim(Message):
     run: str = ""
     """Name of the run, for logs."""
 
-    traceparent: str = ""
-    """W3C trace context of the claim. Empty: the server exports no traces."""
-
 
 class ClaimEpisodeResponse(EpisodeClaim):
     """The first claimed episode, or why nothing was claimed."""

@@ -19,7 +19,6 @@ from tinkerscript.cli.conventions import (
     run_to_exit,
 )
 from tinkerscript.errors import ConfigError
-from tinkerscript.tracing import start_tracing
 
 STARTER = Path(__file__).parents[1] / "starter"
 STARTER_FILES = ("task.py", "train.yaml", "agent.py")
@@ -110,7 +109,6 @@ def train(
         if is_follower(config, overrides, resume=folder, join=join):
             follow_command()
             return
-        start_tracing("trainer")
         run_to_exit(train_command(config, overrides, console(), resume=folder, join=join, opens=open_))
 
 

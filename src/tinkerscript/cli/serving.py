@@ -20,7 +20,6 @@ from tinkerscript.cli.conventions import (
     run_to_exit,
 )
 from tinkerscript.errors import ConfigError, StoreError
-from tinkerscript.tracing import start_tracing
 
 
 def serve(
@@ -129,7 +128,6 @@ def interchange_server(
 ) -> None:
     """Run the interchange server of a run folder. `train` and `serve` start this process."""
     log_to_stderr(log_format)
-    start_tracing("server")
     with one_line_errors(ConfigError, StoreError):
         with extra("server"):
             from tinkerscript.server.process import run_server
@@ -145,7 +143,6 @@ def run_gateway_process(
     """Answer the model calls of some claims. The interchange server starts this process."""
     del exit_with_parent  # It is always true.
     log_to_stderr()
-    start_tracing("gateway")
     with one_line_errors(ConfigError):
         with extra("server"):
             from tinkerscript.server.gateway_process import run_gateway

@@ -51,7 +51,6 @@ from tinkerscript.protocol import (
     WorkflowOutput,
     failure_line,
 )
-from tinkerscript.tracing import span
 
 logger = logging.getLogger(__name__)
 
@@ -253,8 +252,7 @@ class Runner:
             if self._stopping.is_set():
                 await self._settle_quickly(client, episode, None)
             else:
-                rolling_out = span("episode", parent=episode.traceparent, episode=episode.episode_uuid)
-                with _log_context(episode), rolling_out, heartbeats.holding(episode) as held:
+                with _log_context(episode), heartbeats.holding(episode) as held:
                     await self._work(client, held)
 
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:

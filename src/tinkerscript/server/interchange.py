@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -51,7 +50,6 @@ from tinkerscript.server.episodes.record import (
     rows_of,
 )
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.tracing import claim_over, is_on
 from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
 
 ROLLING: EngineStatus = "ENGINE.ROLLING"  # The only status in which episodes are handed out.
@@ -217,8 +215,6 @@ class Interchange:
             self._earlier_deadline.set()
 
     def _watch(self, closed: ClosedClaim) -> None:
-        if is_on():
-            _export(closed)
         client = closed.episode.claimants[closed.attempt - 1]
         self.clients.closed(client)
         if closed.counts:
@@ -640,13 +636,6 @@ def _is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _export(closed: ClosedClaim) -> None:
-    episode, now = closed.episode, time.time()
-    failed = next((each.kind for each in episode.failures if each.attempt == closed.attempt), "")
-    outcome = "ended" if closed.counts else failed
-    claim_over(episode.uuid, closed.attempt, began=episode.claimed_at, ended=now, outcome=outcome)
 
 
 def _request_key(request: ClaimEpisodeRequest) -> RequestKey | None:

@@ -328,7 +328,6 @@ class Fetched(Tagged, frozen=True):
 class Sample(Tagged, frozen=True):
     request_id: int
     request: SampleRequest
-    traceparent: str = ""  # W3C trace context of the model call.
 
 
 class CancelSample(Tagged, frozen=True):

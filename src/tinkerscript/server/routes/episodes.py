@@ -47,7 +47,6 @@ from tinkerscript.server.claims import LeasedClaims, gateway_path
 from tinkerscript.server.episodes.record import BAD_PAYLOAD, SERVER_KINDS, Claim
 from tinkerscript.server.interchange import Interchange
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.tracing import claim_traceparent
 
 TRANSCRIPT_PATH = "/record_transcript"
 
@@ -219,7 +218,6 @@ class EpisodeRoutes:
             "max_transcript_bytes": self._max_transcript_bytes,
             "roles": self._model_roles,
             "run": self._run,
-            "traceparent": claim_traceparent(uuid, attempt),
         }
 
     async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Claim] | str:
