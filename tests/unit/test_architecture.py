@@ -21,10 +21,9 @@ ALLOWED = {
     "lifecycle": "",
     "logs": "limits",
     "files": "errors",
-    "remote_folder": "errors files",
-    "config": "errors files limits logs remote_folder",
+    "config": "errors files limits logs",
     "gguf_file": "errors",
-    "model_folder": "errors gguf_file remote_folder",
+    "model_folder": "errors gguf_file",
     "rollouts": "errors",
     "inference_ctx": "errors rollouts",
     "asgi": "errors limits protocol",
@@ -57,12 +56,12 @@ ALLOWED = {
     "page": "addresses asgi config dashboard errors files ledger lifecycle model_folder rollouts tokenizer",
     "train": (
         "access_tokens addresses config dashboard engine errors files gateway inspect_tinker_bridge "
-        "ledger lifecycle logs model_folder processes protocol remote_folder rollouts sampler "
+        "ledger lifecycle logs model_folder processes protocol rollouts sampler "
         "tokenizer trainer_link vllm_plugin workers"
     ),
     "commands": (
         "access_tokens addresses asgi client config dashboard engine errors files http_server "
-        "inspect_tinker_bridge ledger lifecycle model_folder page processes protocol remote_folder "
+        "inspect_tinker_bridge ledger lifecycle model_folder page processes protocol "
         "tinker_api train trainer_link workers"
     ),
     "testing": "dashboard errors gateway rollouts sampler",

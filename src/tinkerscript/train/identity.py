@@ -19,7 +19,9 @@ from uuid import uuid4
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, sync, write_atomically, write_json
 from tinkerscript.ledger.history import LAST_STEP, check_covers
-from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
+
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
 
 # Version 0.1's ledger.
 FORMER_JOURNAL = "journal.jsonl"
