@@ -114,7 +114,7 @@ def train(
 def evaluate(
     task: Annotated[str, typer.Argument(help="A task, such as file.py@name or verifiers:ENV.")],
     checkpoint: Annotated[
-        str | None, typer.Option(help="Folder or URL of a trained model, served while the eval runs.")
+        str | None, typer.Option(help="Folder of a trained model, served while the eval runs.")
     ] = None,
     server: Annotated[str, typer.Option(help="URL of a server for the model, instead.")] = "",
     task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",

@@ -28,7 +28,7 @@ def serve(
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run; restarts its server.")] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Folder or URL of a causal language model to serve.")
+        str | None, typer.Option(help="Folder of a causal language model to serve.")
     ] = None,
     port: Annotated[
         int | None,

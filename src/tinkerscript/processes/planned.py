@@ -42,7 +42,6 @@ class PlannedProcess:
     on_trainer_machine: bool = False
     restarts: int = 0
     after: tuple[str, ...] = ()  # Processes that must be ready first.
-    on_demand: bool = False
 
     @property
     def log(self) -> str:
@@ -270,9 +269,8 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
             resources=Resources(workers.cpus),
             restarts=MAX_RESTARTS,
             after=(SERVER_PROCESS,),
-            on_demand=number >= workers.count,
         )
-        for number in range(max(workers.count, workers.max_count))
+        for number in range(workers.count)
     ]
 
 

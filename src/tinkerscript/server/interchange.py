@@ -22,7 +22,6 @@ from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
-    TRAINER_POOL,
     WEIGHT_SYNCING,
     ClaimEpisodeRequest,
     ClaimType,
@@ -50,7 +49,7 @@ from tinkerscript.server.episodes.record import (
     rows_of,
 )
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
+from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
 
 ROLLING: EngineStatus = "ENGINE.ROLLING"  # The only status in which episodes are handed out.
 
@@ -306,7 +305,7 @@ class Interchange:
     def stop_client(self, client: str) -> None:
         """Requeue the client's episodes and give it no more. `NAME/` stops an account."""
         self.clients.stop(client)
-        for name in self.book.claims_by_client(client) if client.endswith("/") else (client,):
+        for name in self.book.clients_named(client) if client.endswith("/") else (client,):
             self.book.release_client(name, "an operator has stopped the client", kind=CLIENT_STOPPED)
         self.settle()
 
@@ -496,11 +495,6 @@ class Interchange:
         """Note that the trainer is silent, or ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
-
-    def demand(self) -> Demand:
-        prefix = self.clients.own_prefix
-        own = self.book.claims_by_client(prefix) if prefix else {}
-        return Demand(waiting=self.book.counts.waiting(TRAINER_POOL), own_claims=own)
 
     def trainer_says(self, hello: Hello) -> None:
         engine = self.engine

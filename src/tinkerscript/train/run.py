@@ -33,11 +33,11 @@ from tinkerscript.ledger.history import History, Tally
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
     ServerAddress,
-    Workers,
     former_server_gone,
     launched_ranks,
     release_former_workers,
     server_address,
+    start_workers,
     worker_command,
 )
 from tinkerscript.processes.in_process import ServerHere
@@ -448,8 +448,7 @@ async def _opened(
         async with AsyncExitStack() as stack:
             release_former_workers(folder.path, link)
             url = children.url_of_server(config)
-            workers = Workers(planned, config, folder.path, link=link, server_url=url, supervisor=supervisor)
-            await workers.start()
+            await start_workers(planned, folder.path, link=link, server_url=url, supervisor=supervisor)
             if works_here and children.here is not None:
                 await stack.enter_async_context(children.here.working(link, url))
             source = EpisodeSource(
@@ -458,10 +457,7 @@ async def _opened(
                 client_samples=not config.all_tasks,
                 has_workers=bool(planned) or works_here,
             )
-            beside = [
-                asyncio.create_task(workers.follow_demand(), name="scale workers"),
-                asyncio.create_task(folder.exported.push(link.send_metrics), name="push metrics"),
-            ]
+            pushing = asyncio.create_task(folder.exported.push(link.send_metrics), name="push metrics")
             ended_by: BaseException | None = None
             try:
                 yield Opened(source, supervisor, backend, policy, link)
@@ -469,9 +465,8 @@ async def _opened(
                 ended_by = error
                 raise
             finally:
-                for task in beside:
-                    task.cancel()
-                await asyncio.gather(*beside, return_exceptions=True)
+                pushing.cancel()
+                await asyncio.gather(pushing, return_exceptions=True)
                 failure = f"{type(ended_by).__name__}: {ended_by}" if isinstance(ended_by, Exception) else ""
                 await status.end(ended_by)
                 # If a failed run takes its server down, there is no restart to wait for.
