@@ -85,7 +85,6 @@ async def run_training(
     *,
     path: Path | None = None,
     join: bool = False,
-    on_server: Callable[[str], object] = lambda url: None,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
     """Train as `config` says; returns the run's folder, with results in summary.json.
@@ -106,7 +105,7 @@ async def run_training(
         stack.callback(folder.close)
         stack.enter_context(logged(config, folder))
         progress = await stack.enter_async_context(open_page(config, folder, progress, on_page, join=join))
-        opening = _children(config, folder.path, progress, on_server, join=join)
+        opening = _children(config, folder.path, progress, join=join)
         children = await stack.enter_async_context(opening)
         sampling = _LateSampling()
         link = await stack.enter_async_context(_link(config, children, sampling.sample, progress.note))
@@ -384,7 +383,6 @@ async def _children(
     config: RunConfig,
     path: Path,
     progress: ProgressReporter,
-    on_server: Callable[[str], object],
     *,
     join: bool,
 ) -> AsyncGenerator[Children]:
@@ -400,7 +398,6 @@ async def _children(
             address = await _server(path, plan, supervisor, here and here.serving(), stack, join=join)
         moved = "" if join else moved_to(config.interchange_server, address.url)
         progress.note(f"interchange server at {address.url}, run folder {path}{moved}")
-        on_server(address.url)
         in_ray = f"room in the Ray cluster (log: {path / 'logs' / 'ray.log'})"
         with nullcontext() if config.cluster.launcher == "local" else progress.waiting(in_ray):
             opening = open_launcher(config, plan, path, progress.note)
