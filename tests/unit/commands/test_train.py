@@ -74,10 +74,6 @@ def test_what_is_checked_first_needs_neither_torch_nor_inspect() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
-def stops_here(*_: object, **__: object) -> None:
-    raise ConfigError("that is all")
-
-
 def test_a_run_is_resumed_by_the_link_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on in its own folder, whatever the link names later."""
     monkeypatch.chdir(tmp_path)
