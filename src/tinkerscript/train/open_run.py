@@ -71,8 +71,7 @@ async def open_page(
     if join and on_page and not is_here(config.interchange_server.store, folder.path):
         status.note("watch the run on the server's machine, where its ledger is: tinkerscript view FOLDER")
         on_page = None
-    async with AsyncExitStack() as stack:
-        await stack.enter_async_context(run_page(config, folder.path, status.note, on_page))
+    async with run_page(config, folder.path, status.note, on_page):
         yield status
 
 
