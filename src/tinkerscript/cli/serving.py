@@ -35,7 +35,6 @@ def serve(
         typer.Option(min=0, max=65535, help="0: a free port.", show_default="10086, or a free one"),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to bind, with --checkpoint.")] = "127.0.0.1",
-    max_restarts: Annotated[int, typer.Option(min=0, hidden=True, help="With --checkpoint.")] = 10,
     exit_with_parent: ExitWithParent = False,
 ) -> None:
     """Serve a model, or the episodes of a run.
@@ -48,9 +47,7 @@ def serve(
         with extra("server" if checkpoint is None else "all"):
             from tinkerscript.commands.serve import serve_checkpoint, serve_run
         if checkpoint is not None:
-            work = serve_checkpoint(
-                checkpoint, host, "auto" if port is None else port, console(), max_restarts=max_restarts
-            )
+            work = serve_checkpoint(checkpoint, host, "auto" if port is None else port, console())
             run_to_exit(work, exit_with_parent=exit_with_parent)
         run_to_exit(serve_run(config, resume, console(), on_port(port)), exit_with_parent=exit_with_parent)
 

@@ -117,7 +117,6 @@ def _without(keys: Collection[str], process: PlannedProcess) -> PlannedProcess:
 def server_process(
     folder: Path,
     *,
-    max_restarts: int = MAX_RESTARTS,
     secrets: tuple[str, ...] = (),
     serve_model: bool = False,
     log_format: LogFormat = "text",
@@ -129,7 +128,7 @@ def server_process(
         environment=_logging(log_format),
         secrets=(CLIENT_TOKEN, ADMIN_TOKEN, *secrets),
         on_trainer_machine=True,
-        restarts=max_restarts,
+        restarts=MAX_RESTARTS,
     )
 
 
