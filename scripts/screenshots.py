@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from made_run import MadeRun  # noqa: E402
+from tinkerscript.page.annotation import Annotation, write_annotation  # noqa: E402
 
 TARGET = ROOT / "docs" / "pictures"
 WIDTH, HEIGHT = 1280, 860
@@ -80,7 +81,8 @@ def main() -> None:
         path = next(found for name in BROWSERS if (found := shutil.which(name)))
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         made, live = Path(folder) / "made", Path(folder) / "live"
-        MadeRun(made / "shop-agent").write()
+        first = MadeRun(made / "shop-agent").write()
+        write_annotation(first, Annotation(note="lr too high after step 20?", tags=["baseline", "seed 1"]))
         MadeRun(made / "shop-agent-2", seed=2, steps=24).write()
         with command(made, "view", ".", "--port", "0") as url:
             for theme in THEMES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from axe_playwright_python.sync_playwright import Axe
 from browsing import Tab, Viewed, url_of
 from playwright.sync_api import Browser, Page, Route, expect
 
-from command_line import ROOT, start
+from command_line import COMMAND, ROOT, start
 from made_run import MadeRun
 from run_ledger import ask
 
@@ -125,14 +126,64 @@ def small_run(folder: Path, state: str = "finished") -> None:
     MadeRun(folder, steps=2, groups=2, group_size=2, evaluation_samples=2, state=state).write()
 
 
-def test_runs_are_found_by_their_words(tab: Tab, tmp_path: Path) -> None:
+def test_a_run_is_annotated_found_by_it_and_deleted(tab: Tab, tmp_path: Path) -> None:
     for name, state in (("first", "finished"), ("second", "failed"), ("live", "running")):
         small_run(tmp_path / "runs" / name, state)
     page = tab.page
     page.goto(url_of(start(tmp_path, "view", "runs", "--port", "0")))
-    for words, found in (("FIRST", "first"), ("failed second", "second")):
+    names = page.locator("tbody a")
+    page.get_by_role("button", name="Edit first").click()
+    page.get_by_label("Note").fill("lr too high <b>twice</b>")
+    page.get_by_label("Tags").fill("x" * 41)
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("alert")).to_contain_text("at most 40 characters")
+    page.get_by_label("Tags").fill("baseline, seed 2")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator(".tags .chip")).to_have_text(["baseline", "seed 2"])
+    for words in ("BASELINE", "too high"):
         page.get_by_role("searchbox").fill(words)
-        expect(page.locator("tbody a")).to_have_text([found])
+        expect(names).to_have_text(["first"])
+    page.get_by_role("link", name="first", exact=True).click()
+    card = page.get_by_role("region", name="Note and tags")
+    expect(card).to_contain_text("lr too high <b>twice</b>")
+    card.get_by_role("button", name="Edit").click()
+    card.get_by_label("Tags").fill("ablation")
+    card.get_by_role("button", name="Save").click()
+    expect(card.locator(".chip")).to_have_text(["ablation"])
+    page.get_by_role("link", name="TinkerScript").click()
+    page.get_by_role("button", name="Edit live").click()
+    expect(page.get_by_text("It can be deleted once it has stopped.")).to_be_visible()
+    page.get_by_role("button", name="Edit second").click()
+    found = Axe().run(page).response["violations"]
+    assert not [each["id"] for each in found if each["impact"] in ("serious", "critical")], json.dumps(found)
+    for answer, left in (("Cancel", 3), ("Delete", 2)):
+        page.get_by_role("button", name="Delete the run").click()
+        page.get_by_role("dialog").get_by_role("button", name=answer).click()
+        expect(names).to_have_count(left)
+    assert sorted(path.name for path in (tmp_path / "runs").glob("*/")) == ["first", "live"]
+
+
+def test_a_page_that_may_not_write_says_so(tab: Tab, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        small_run(tmp_path / "runs" / name)
+        (tmp_path / "runs" / name).chmod(0o555)
+    (tmp_path / "runs").chmod(0o555)
+    # Root without this capability is bound by the modes of files like everybody else.
+    bound = ("setpriv", "--bounding-set=-dac_override", "--inh-caps=-all") if os.geteuid() == 0 else ("env",)
+    program, *options = bound
+    command = start(tmp_path, *options, str(COMMAND), "view", "runs", "--port", "0", program=Path(program))
+    page = tab.page
+    page.goto(url_of(command))
+    page.get_by_role("button", name="Edit second").click()
+    page.get_by_label("Note").fill("mine")
+    for act in ("Save", "Delete the run"):
+        page.get_by_role("button", name=act).click()
+        if act != "Save":
+            page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+        reason = page.get_by_role("alert").filter(has_text="cannot change runs/second: Permission denied")
+        expect(reason.last).to_be_visible()
+    assert "Traceback" not in command.text()
+    assert len(list((tmp_path / "runs").glob("*/ledger.sqlite"))) == 2
 
 
 def test_a_link_to_tokens_marks_them(tab: Tab, viewed: Viewed) -> None:

@@ -149,6 +149,7 @@ def _print_runs(view: RunList, console: Console) -> None:
         before = "" if run.score_before is None else f"{_number(run.score_before)} → "
         score = f"{before}{_number(run.score)}" if run.score is not None else ""
         what = f"{run.model}: {', '.join(Path(task).name for task in run.tasks) or run.method}"
+        what += f"  ({', '.join(run.tags)})" if run.tags else ""
         state = Text(run.state, STATE_STYLES[run.state])
         rows.append((run.name, state, f"{run.step}/{run.steps}", score, _number(run.reward), what))
     console.print(_table(("run", "state", ">step", ">held out", ">reward", "model and tasks"), rows))
@@ -165,6 +166,9 @@ def _print_run(view: RunView, steps: Sequence[StepLine], console: Console, root:
     say(console, Text(f"{view.state} {at}{left}", STATE_STYLES[view.state]))
     if view.failure:
         say(console, view.failure, "red")
+    for words in (", ".join(view.tags), view.note):
+        if words:
+            say(console, words, "italic")
     if view.phase:
         of = f" of {view.phase.total:,}" if view.phase.total else ""
         say(console, f"sampling {view.phase.label}: {view.phase.done:,}{of} episodes")

@@ -20,6 +20,7 @@ from tinkerscript.ledger.health import Gain, HealthRow, gain, health_rows, sampl
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.step_times import StepTimes, step_times
 from tinkerscript.lifecycle import ProcessId
+from tinkerscript.page.annotation import Annotation, read_annotation
 from tinkerscript.page.curves import metric_names
 from tinkerscript.page.lines import EpisodeLine, lines, newest
 
@@ -87,7 +88,7 @@ class Note(BaseModel):
     text: str
 
 
-class RunLine(BaseModel):
+class RunLine(Annotation):
     name: str
     state: State
     method: str
@@ -141,6 +142,7 @@ def _line(name: str, ledger: LedgerReader, status: dict[str, Any]) -> dict[str, 
         "SELECT label, score FROM evaluations WHERE undone = 0 ORDER BY step DESC, time DESC LIMIT 1"
     )
     return {
+        **read_annotation(ledger.folder).model_dump(),
         "name": name,
         "state": state(status),
         "method": ledger.config.get("method", ""),

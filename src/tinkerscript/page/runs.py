@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import os
+import shutil
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,8 +24,12 @@ import httpx
 
 from tinkerscript.addresses import SERVER_FILE, ServerInfo, read_server_info
 from tinkerscript.asgi import is_loopback
-from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.errors import ConfigError, ConflictError, NotRecordedError
+from tinkerscript.files import LATEST_RUN
 from tinkerscript.ledger.reader import LedgerReader, find_runs
+from tinkerscript.lifecycle import try_lock
+from tinkerscript.page.overview import state
+from tinkerscript.page.search_index import SearchIndex
 
 FRESH_S = 1.0
 
@@ -82,6 +87,35 @@ class Runs:
             if ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (episode_uuid,)) is not None:
                 return name, ledger
         raise NotRecordedError(f"no run here has an episode {episode_uuid!r} that ended")
+
+    def delete(self, name: str) -> None:
+        """Delete a run's folder. Raises NotRecordedError, OSError, and ConflictError for a run in
+        progress."""
+        ledger = self.ledger(name)
+        folder = ledger.folder
+        if folder.parent != self.root or folder.is_symlink():
+            raise ConflictError(
+                f"this page shows only {name}; use `tinkerscript view {folder.parent}` to delete it"
+            )
+        if state(ledger.status()) == "running":
+            raise ConflictError(f"{name} is running; stop it first")
+        with ExitStack() as held:
+            for path in (folder / "trainer.lock", folder / "server.lock"):
+                if path.is_symlink() or not path.is_file():  # Not our lock; locking would write to it.
+                    continue
+                if (lock := try_lock(path)) is None:
+                    raise ConflictError(f"a {path.stem} is running in {folder}; stop it first")
+                held.enter_context(lock)
+            # The rename removes the whole run, or loses nothing.
+            gone = folder.rename(folder.with_name(f".deleted-{name}"))
+            with self._lock:
+                self._ledgers.pop(name, None)
+                self._looked = -LOOK_AGAIN_S
+            SearchIndex.forget(folder)
+            shutil.rmtree(gone)
+        latest = self.root / LATEST_RUN
+        if latest.is_symlink() and not latest.exists():
+            latest.unlink()
 
     def server_of(self, folder: Path) -> RunServer:
         if folder not in self._servers:

@@ -79,6 +79,11 @@ class SearchIndex:
             self._temporary = tempfile.TemporaryDirectory(prefix="tinkerscript-search-")
             self._connection = _opened(Path(self._temporary.name) / SEARCH_FILE)
 
+    @classmethod
+    def forget(cls, folder: Path) -> None:
+        with cls._lock:
+            cls._known.pop(folder, None)
+
     def extend(self, first: int, last: int) -> int:
         """Index some episodes, from `last` down. Return the number from which all are indexed.
 

@@ -1,14 +1,16 @@
 """The page as an ASGI app: files, API and server-sent events.
 
-It only reads, except for explicit actions, which are logged in the run's audit log.
+It only reads, except for explicit actions. Those are logged in the run's audit log, and deletions in the
+parent folder's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,10 +22,11 @@ from pydantic import BaseModel, Field
 
 from tinkerscript import __version__
 from tinkerscript.asgi import BodyLimit, Refusals
-from tinkerscript.errors import ConfigError, NotRecordedError
+from tinkerscript.errors import ConfigError, ConflictError, NotRecordedError
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.page import curves as curve_view
 from tinkerscript.page.access import SESSION_S, PageAccess, PageSessions, read_audit, write_audit
+from tinkerscript.page.annotation import Annotation, write_annotation
 from tinkerscript.page.curves import (
     AlignmentView,
     ConfigDifference,
@@ -74,6 +77,10 @@ class FailedEpisodes(BaseModel):
     episode_uuids: list[str] = Field(min_length=1, max_length=1000)
 
 
+class Deletion(BaseModel):
+    name: str = Field(description="The run's name, repeated for confirmation.")
+
+
 def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
     """Create the app. Without an `admin_token`, anyone who uses a loopback name may enter."""
     sessions = PageSessions(admin_token)
@@ -109,6 +116,17 @@ async def _not_found(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"success": False, "failure_reason": str(error)}, 404)
 
 
+@contextmanager
+def _writing(folder: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConflictError(
+            f"the page, which runs as user {os.geteuid()}, cannot change {folder}: "
+            f"{error.strerror or error} ({error.filename})"
+        ) from error
+
+
 class _Page:
     # FastAPI runs plain functions in threads, so reading the ledger does not block.
 
@@ -129,6 +147,8 @@ class _Page:
         get("/api/config-differences", tags=["runs"])(self.differences)
         run = "/api/runs/{run}"
         get(run, tags=["runs"])(self.overview)
+        post(f"{run}/annotation", tags=["runs"])(self.annotate)
+        post(f"{run}/delete", tags=["runs"])(self.delete)
         get(f"{run}/events", tags=["runs"], response_class=StreamingResponse)(self.events)
         get(f"{run}/config", tags=["runs"])(self.config)
         get(f"{run}/metrics", tags=["runs"])(self.metrics)
@@ -197,6 +217,24 @@ class _Page:
     def overview(self, run: str) -> RunView:
         """A run's first screen."""
         return overview(run, self._ledger(run))
+
+    def annotate(self, run: str, body: Annotation, request: Request) -> Annotation:
+        """Replace a run's note and tags."""
+        folder = self._ledger(run).folder
+        with _writing(folder):
+            write_annotation(folder, body)
+            write_audit(folder, request, "annotate", body.model_dump())
+        return body
+
+    def delete(self, run: str, body: Deletion, request: Request) -> RunList:
+        """Delete a run that is not in progress, with its checkpoints. The reply lists the remaining runs."""
+        if body.name != run:
+            raise ConflictError(f"to delete {run}, repeat its name; got {body.name!r}")
+        with _writing(self._runs.root / run):
+            self._runs.delete(run)
+            write_audit(self._runs.root, request, "delete", {"run": run})
+        self._events.pop(run, None)
+        return self.list_runs()
 
     async def events(self, run: str, request: Request) -> StreamingResponse:
         """Server-sent events: `run` with the first screen whenever something changed, at most once a

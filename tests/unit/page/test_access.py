@@ -9,10 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from starlette.requests import Request
 
 from clock import Clock
-from tinkerscript.page.access import AUDIT_FILE, CONTENT_POLICY, HEADERS, SESSION_S, PageSessions, write_audit
+from tinkerscript.page.access import CONTENT_POLICY, HEADERS, SESSION_S, PageSessions
 from tinkerscript.page.web_app import create_page
 from written_run import WrittenRun
 
@@ -276,12 +275,3 @@ async def test_what_is_not_there_is_named(tmp_path: Path, path: str, status: int
     assert reply.status_code == status
     if reason is not None:
         assert reason in reply.json()["failure_reason"]
-
-
-def test_the_audit_log_is_not_written_through_a_link(run: Path, tmp_path: Path) -> None:
-    target = tmp_path / "mine.txt"
-    target.write_text("mine")
-    (run / AUDIT_FILE).symlink_to(target)
-    with pytest.raises(OSError, match=AUDIT_FILE):
-        write_audit(run, Request({"type": "http", "headers": []}), "retry failed episodes")
-    assert target.read_text() == "mine"

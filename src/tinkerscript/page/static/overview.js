@@ -1,6 +1,7 @@
 // The first screen of a run: progress, score, learning curve, health, messages.
 
-import { html, useContext } from "./vendor/preact.js";
+import { html, useContext, useEffect, useState } from "./vendor/preact.js";
+import { Annotation, AnnotationForm } from "./annotation.js";
 import { isExport } from "./api.js";
 import { Chart } from "./chart.js";
 import { phases, PHASES } from "./curves.js";
@@ -21,7 +22,7 @@ function Screen({ data }) {
     <div class="span-4 stack places"><${Progress} data=${data} /><${Score} data=${data} /></div>
     <div class="span-8"><${Learning} data=${data} /></div>
     <div class="span-5 stack places"><${Health} data=${data} /><${Notes} data=${data} /></div>
-    <div class="span-7 stack places"><${Times} data=${data} /><${Next} data=${data} /><${Newest} data=${data} /></div>
+    <div class="span-7 stack places"><${Times} data=${data} /><${Written} key=${data.name} data=${data} /><${Next} data=${data} /><${Newest} data=${data} /></div>
   </div>`;
 }
 
@@ -133,6 +134,18 @@ function Next({ data }) {
     ${data.evaluations.length > 1 && html`<li><${Link} to=${["run", data.name, "evaluations"]}>Compare the evaluations<//>: which samples got better, which got worse</li>`}
     <li>Serve it to any OpenAI client, for example to chat with it:<code class="command">tinkerscript serve --checkpoint ${data.folder}/checkpoints/final</code></li>
   </ul><//>`;
+}
+
+function Written({ data }) {
+  const [edits, setEdits] = useState(false);
+  const [saved, setSaved] = useState(null);  // Shown until the next event has it.
+  useEffect(() => setSaved(null), [data.note, data.tags.join()]);
+  const run = { ...data, ...saved }, empty = !run.note && !run.tags.length;
+  if (empty && isExport) return null;
+  return html`<${Card} title="Note and tags" more=${!edits && !isExport && html`<button onClick=${() => setEdits(true)}>${empty ? "Write" : "Edit"}</button>`}>
+    ${edits ? html`<${AnnotationForm} run=${run} done=${(written) => { if (written) setSaved(written); setEdits(false); }} />`
+      : empty ? html`<p class="quiet">None yet. They appear in the list of runs, where you can search for them.</p>` : html`<${Annotation} run=${run} />`}
+  <//>`;
 }
 
 function Notes({ data }) {
