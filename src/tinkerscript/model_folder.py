@@ -55,17 +55,18 @@ logger = logging.getLogger(__name__)
 
 
 def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
-    """Return the folder of `model`: `tiny`, a path, or an id of the Hugging Face Hub.
+    """Return the folder of `model`: `tiny`, a path, a URL, or an id of the Hugging Face Hub.
 
-    An id is `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`, unless that is a local folder. Only the needed files
-    are fetched, with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply.
-    `note` is called before the hub is asked: once per process, and not for a cached commit.
+    A path names a folder or a GGUF file, which is unpacked into one. An id is `Qwen/Qwen3-8B` or
+    `Qwen/Qwen3-8B@REVISION`, unless that is a local folder. Only the needed files are
+    fetched, with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` is
+    called before the hub is asked: once per process, and not for a cached commit.
 
     Raises ConfigError for a model that lacks config or tokenizer or cannot be fetched.
     """
     local = TINY_MODEL if model == "tiny" else Path(model).expanduser()
     hub = None if model == "tiny" or local.exists() else _HUB_ID.fullmatch(model)
-    folder = _fetched(hub[1], hub[2], weights, note) if hub else _local(local, model)
+    folder = _fetched(hub[1], hub[2], weights, note) if hub else _local(local, model, note)
     place = f"{model!r} in the Hugging Face Hub" if hub else repr(model)
     for name in ("config.json", "tokenizer.json"):
         if name == "config.json" and base_of_adapter(folder, note=note):
@@ -78,25 +79,35 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
     return folder
 
 
-def _local(folder: Path, model: str) -> Path:
+def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
     """Raises ConfigError."""
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf" and folder.is_file():
+        try:
+            from tinkerscript.gguf_file import folder_of_gguf  # Needs torch, which servers lack.
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"engine.model: reading {model!r} needs {error.name}; run pip install 'tinkerscript[engine]'"
+            ) from error
+        return folder_of_gguf(folder, note=note)
     what = "is a file" if folder.exists() else "does not exist"
     raise ConfigError(
         f"engine.model: {model!r} {what}; give 'tiny', the folder of a Hugging Face causal model "
-        "(config.json, tokenizer.json, weights), or the id of one in the Hugging Face Hub, such as "
-        "Qwen/Qwen3-8B"
+        "(config.json, tokenizer.json, weights), a .gguf file, or the id of a model in the Hugging Face Hub, "
+        "such as Qwen/Qwen3-8B"
     )
 
 
 def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> str:
-    """Pin a hub id to its commit, so that all processes use the same files.
+    """Pin a hub id to its commit, and a file to its folder, so that all processes use the same files.
 
     Raises ConfigError.
     """
     folder = model_folder(model, note=note)
     hub_id = hub_id_of(folder)
+    if Path(model).expanduser().is_file():
+        return str(folder)
     return f"{hub_id}@{folder.name}" if hub_id and not Path(model).expanduser().exists() else model
 
 

@@ -56,6 +56,10 @@ def tasks(folder: Path) -> None:
     (folder / "tasks.py").write_text(TASKS)
 
 
+def gguf(folder: Path) -> None:
+    (folder / "small.gguf").write_bytes(b"GGUF" + bytes(60))
+
+
 def text_file(folder: Path) -> None:
     (folder / "notes").write_text("text\n")
 
@@ -108,6 +112,9 @@ STARTS = {
     "no such model": new("'nowhere/at/all' does not exist", **{"engine.model": "nowhere/at/all"}),
     "a file as the model": new(
         "notes' is a file", "config.json", spoil=text_file, **{"engine.model": "notes"}
+    ),
+    "a GGUF file": new(
+        "small.gguf cannot be read as a GGUF model", spoil=gguf, **{"engine.model": "small.gguf"}
     ),
     "a folder without a model": new("another' has no config.json", **{"engine.model": "another"}),
     "no GPU": new("engine.device: 'cuda'", "cpu", **{"engine.device": "cuda"}),

@@ -32,8 +32,8 @@ class EngineConfig(Section):
     variable TINKER_API_KEY."""
 
     model: str = "tiny"
-    """`tiny` (ships with the package), a folder in Hugging Face format, or a Hugging Face id
-    (`Qwen/Qwen3-8B`, `Qwen/Qwen3-8B@REVISION`). An existing folder wins over an id. With `tinker`,
+    """`tiny` (ships with the package), a folder in Hugging Face format, a `.gguf` file, or a Hugging Face
+    id (`Qwen/Qwen3-8B`, `Qwen/Qwen3-8B@REVISION`). An existing folder wins over an id. With `tinker`,
     only the tokenizer, chat template and config.json are read."""
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
