@@ -28,6 +28,7 @@
     ├── NotRecordedError         the ledger has no such step, episode or token
     ├── ConversionError          another trainer's format cannot hold a rollout
     ├── IsolationError           a sandbox cannot be made, or has ended
+    ├── UploadError              the run's folder could not be copied to its URL
     └── WorkerError              a worker cannot run its script or task
         └── WrongTaskError           an episode of a task the worker does not run
 
@@ -65,6 +66,7 @@ __all__ = [
     "UnauthorizedError",
     "UnknownEpisodeError",
     "UnknownWeightsError",
+    "UploadError",
     "WireError",
     "WorkerError",
     "WrongTaskError",
@@ -221,6 +223,10 @@ class ConversionError(TinkerScriptError):
 
 
 class IsolationError(TinkerScriptError):
+    pass
+
+
+class UploadError(TinkerScriptError):
     pass
 
 

@@ -52,6 +52,13 @@ def try_lock(path: Path) -> IO[str] | None:
     return file
 
 
+@contextmanager
+def hold_lock(path: Path) -> Generator[None]:
+    with path.open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class ProcessId(NamedTuple):
     """A process that is recognizable even after its pid is reused."""
 

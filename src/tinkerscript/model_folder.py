@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from tinkerscript.errors import ConfigError
+from tinkerscript.remote_folder import fetched_checkpoint, is_url
 
 TINY_MODEL = Path(__file__).parent / "engine" / "tiny"
 
@@ -57,13 +58,15 @@ logger = logging.getLogger(__name__)
 def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
     """Return the folder of `model`: `tiny`, a path, a URL, or an id of the Hugging Face Hub.
 
-    A path names a folder or a GGUF file, which is unpacked into one. An id is `Qwen/Qwen3-8B` or
-    `Qwen/Qwen3-8B@REVISION`, unless that is a local folder. Only the needed files are
+    A path names a folder or a GGUF file, which is unpacked into one. A URL names a run's checkpoint. An id is
+    `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`, unless that is a local folder. Only the needed files are
     fetched, with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` is
     called before the hub is asked: once per process, and not for a cached commit.
 
     Raises ConfigError for a model that lacks config or tokenizer or cannot be fetched.
     """
+    if is_url(model):
+        model = str(fetched_checkpoint(model, note=note))
     local = TINY_MODEL if model == "tiny" else Path(model).expanduser()
     hub = None if model == "tiny" or local.exists() else _HUB_ID.fullmatch(model)
     folder = _fetched(hub[1], hub[2], weights, note) if hub else _local(local, model, note)

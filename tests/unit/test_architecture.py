@@ -21,9 +21,10 @@ ALLOWED = {
     "lifecycle": "",
     "logs": "limits",
     "files": "errors",
-    "config": "errors files limits logs",
+    "remote_folder": "errors files",
+    "config": "errors files limits logs remote_folder",
     "gguf_file": "errors",
-    "model_folder": "errors gguf_file",
+    "model_folder": "errors gguf_file remote_folder",
     "rollouts": "errors",
     "inference_ctx": "errors rollouts",
     "asgi": "errors limits protocol",
@@ -56,12 +57,12 @@ ALLOWED = {
     "page": "addresses asgi config dashboard errors files ledger lifecycle model_folder rollouts tokenizer",
     "train": (
         "access_tokens addresses config dashboard engine errors files gateway inspect_tinker_bridge "
-        "ledger lifecycle logs model_folder processes protocol rollouts sampler "
+        "ledger lifecycle logs model_folder processes protocol remote_folder rollouts sampler "
         "tokenizer trainer_link vllm_plugin workers"
     ),
     "commands": (
         "access_tokens addresses asgi client config dashboard engine errors files http_server "
-        "inspect_tinker_bridge ledger lifecycle model_folder page processes protocol "
+        "inspect_tinker_bridge ledger lifecycle model_folder page processes protocol remote_folder "
         "tinker_api train trainer_link workers"
     ),
     "testing": "dashboard errors gateway rollouts sampler",

@@ -73,7 +73,7 @@ def train(
         list[str] | None, typer.Option("--set", help="key.sub=value, overrides the file. Repeatable.")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Folder of a run to resume from its newest checkpoint.")
+        str | None, typer.Option(help="Folder or URL of a run to resume from its newest checkpoint.")
     ] = None,
     join: Annotated[
         Path | None, typer.Option(help="Folder of a running server (`tinkerscript serve`).")
@@ -104,11 +104,12 @@ def train(
             print_plan(config, overrides, console())
             return
         with extra("all"):
-            from tinkerscript.commands.train import follow_command, is_follower, train_command
-        if is_follower(config, overrides, resume=resume, join=join):
+            from tinkerscript.commands.train import follow_command, is_follower, resumed, train_command
+        folder = resumed(resume, console())
+        if is_follower(config, overrides, resume=folder, join=join):
             follow_command()
             return
-        run_to_exit(train_command(config, overrides, console(), resume=resume, join=join, opens=open_))
+        run_to_exit(train_command(config, overrides, console(), resume=folder, join=join, opens=open_))
 
 
 def evaluate(

@@ -13,6 +13,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Coroutine
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tinkerscript.access_tokens import Roles
 from tinkerscript.addresses import bind_http
 from tinkerscript.commands.plan import check_fits
 from tinkerscript.commands.show import health_lines, say
-from tinkerscript.config import RunConfig, load_config
+from tinkerscript.config import RUNS, RunConfig, load_config
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.dashboard.terminal import (
     LineReporter,
@@ -37,8 +38,9 @@ from tinkerscript.files import is_disk_full, resolve_link
 from tinkerscript.ledger import is_here
 from tinkerscript.ledger.health import BestScore, HealthRow, best_score, health_rows, verdict
 from tinkerscript.ledger.reader import LedgerReader
-from tinkerscript.lifecycle import without_garbage_collection
+from tinkerscript.lifecycle import hold_lock, without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
+from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
 from tinkerscript.train.identity import check_unused, check_whole, holds_run
 from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there
@@ -69,6 +71,7 @@ async def train_command(
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
     if resume and (message := _finished(config, folder)):
+        await _copy_rest(config, folder, console)
         _print(console, message)
         return 0
     config = _pinned(config, console)
@@ -101,6 +104,22 @@ async def train_command(
         _report_sft(console, folder)
         return 0
     return report(console, config, folder)
+
+
+def resumed(name: str | None, console: Console) -> Path | None:
+    """Return the folder, downloaded if `name` is a URL. Raises ConfigError."""
+    if name is None or not is_url(name):
+        return None if name is None else Path(name)
+    RUNS.mkdir(exist_ok=True)
+    with hold_lock(RUNS / f".{name_of(name)}.lock"):  # Other ranks may download it too.
+        return resumable_folder(name, RUNS, note=lambda text: _print(console, text))
+
+
+async def _copy_rest(config: RunConfig, folder: Path, console: Console) -> None:
+    """Copy what the run failed to copy to its URL. Raises ConfigError and UploadError."""
+    if is_url(config.experiment_dir):
+        async with Uploads(folder, config.experiment_dir, partial(_print, console)) as uploads:
+            await uploads.finish()
 
 
 async def _train(
@@ -189,6 +208,8 @@ def open_run(
         join = resolve_link(join)
         return _joining(config, join), join
     folder = config.new_folder(datetime.now())
+    if is_url(config.experiment_dir):
+        return config, folder
     return config.model_copy(update={"experiment_dir": str(folder)}), folder
 
 
@@ -208,7 +229,7 @@ def _joining(config: RunConfig, folder: Path) -> RunConfig:
     changes = {
         "engine": config.engine.model_copy(update={"model": server.engine.model}),
         "interchange_server": server.interchange_server,
-        "experiment_dir": str(folder),
+        "experiment_dir": server.experiment_dir if is_url(server.experiment_dir) else str(folder),
     }
     return config.model_copy(update=changes)
 
@@ -258,9 +279,10 @@ def report(console: Console, config: RunConfig, folder: Path) -> int:
         best, rows = best_score(ledger), health_rows(ledger)
     except (ConfigError, StoreError) as error:  # Perhaps only the server reaches its database.
         unknown = f"not known: {error}"
+    copied = f"copied to          {config.experiment_dir}\n" if is_url(config.experiment_dir) else ""
     _print(
         console,
-        f"\nrun folder         {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n"
+        f"\nrun folder         {folder}   (learning_curve.png, rollouts/, metrics.jsonl)\n{copied}"
         f"{_use(config, folder, best)}\nlook at it again   tinkerscript view {again}",
     )
     if rows or unknown:

@@ -26,6 +26,7 @@ from tinkerscript.config.training_section import (
 )
 from tinkerscript.limits import TRANSCRIPT
 from tinkerscript.logs import LogFormat
+from tinkerscript.remote_folder import is_url, name_of
 
 # `experiment_dir: auto` creates its folders here.
 RUNS = Path("runs")
@@ -133,7 +134,9 @@ class ClusterConfig(Section):
 
 class RunConfig(Section):
     experiment_dir: str = "auto"
-    """Folder of the run. `auto` creates one under `runs/`."""
+    """Folder of the run. `auto` creates one under `runs/`. With a URL, such as `s3://bucket/run_17`, the
+    run works in `runs/run_17` and copies finished checkpoints, rollouts, Inspect logs and the ledger to
+    the URL (docs/cluster.md, `pip install 'tinkerscript[remote]'`)."""
 
     enable_tinkerscript_mode: bool = True
     """True: the server and the workers are separate processes. False: the trainer's process also runs the
@@ -200,13 +203,6 @@ class RunConfig(Section):
 
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     """Where the run's processes are started."""
-
-    @field_validator("experiment_dir")
-    @classmethod
-    def _is_a_folder(cls, value: str) -> str:
-        if "://" in value:
-            raise ValueError(f"{value} is a URL; name a folder, and copy it after the run")
-        return value
 
     @field_validator("recording", "page_port", mode="before")
     @classmethod
@@ -437,7 +433,10 @@ class RunConfig(Section):
         return [WeightedTaskConfig(**self.task.model_dump())]
 
     def new_folder(self, now: datetime) -> Path:
-        """Choose the folder of a new run. `auto` gets an unused name under `runs/`."""
+        """Choose the folder of a new run. A URL gets the folder of its name under `runs/`, and `auto` an
+        unused name there."""
+        if is_url(self.experiment_dir):
+            return RUNS / name_of(self.experiment_dir)
         if self.experiment_dir != "auto":
             return Path(self.experiment_dir).expanduser()
         stem = now.strftime("%Y-%m-%d_%H-%M-%S")

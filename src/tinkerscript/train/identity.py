@@ -19,9 +19,7 @@ from uuid import uuid4
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, sync, write_atomically, write_json
 from tinkerscript.ledger.history import LAST_STEP, check_covers
-
-CHECKPOINTS = "checkpoints"
-MANIFEST = "manifest.json"
+from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
 
 
 def check_unused(path: Path) -> None:

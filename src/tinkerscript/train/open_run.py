@@ -63,7 +63,7 @@ async def open_page(
     *,
     join: bool = False,
 ) -> AsyncGenerator[RunStatus]:
-    """Serve the run's page while the context is open.
+    """Serve the run's page, and copy its folder if that is a URL, while the context is open.
 
     Comes first, so that the page shows slow or failing steps. `join`: a server already runs.
     """
@@ -71,7 +71,9 @@ async def open_page(
     if join and on_page and not is_here(config.interchange_server.store, folder.path):
         status.note("watch the run on the server's machine, where its ledger is: tinkerscript view FOLDER")
         on_page = None
-    async with run_page(config, folder.path, status.note, on_page):
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(folder.copied(status.note))
+        await stack.enter_async_context(run_page(config, folder.path, status.note, on_page))
         yield status
 
 

@@ -176,6 +176,7 @@ async def run_training(
         restarts = opened.supervisor.restarts
         folder.write_json("summary.json", summarize(loop, learners, tally, restarts=restarts))
         folder.draw_curve(at_once=True)
+        await folder.finish_copies(progress)
     return folder
 
 

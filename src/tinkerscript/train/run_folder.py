@@ -16,7 +16,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from tokenizers import Tokenizer
 
 from tinkerscript.config import RUNS, RunConfig, dump_config
 from tinkerscript.dashboard.learning_curve import NLL_CURVE, REWARD_CURVE, draw_learning_curve
+from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LATEST_RUN, write_atomically, write_json
 from tinkerscript.lifecycle import try_lock
+from tinkerscript.remote_folder import ROLES, Uploads, is_url
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.identity import (
@@ -43,7 +46,6 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, O
 
 ALIGNMENT_FILE = "alignment.json"
 FINAL_CHECKPOINT = "final"
-ROLES = "roles"  # Below `checkpoints`: a folder per trained role.
 
 
 class RunFolder:
@@ -61,7 +63,9 @@ class RunFolder:
             check_unused(self.path)
         else:
             check_whole(self.path)
+        self._url = config.experiment_dir if is_url(config.experiment_dir) else ""
         self._keep = config.training.keep_checkpoints
+        self._uploads: Uploads | None = None
         # Rollouts may be private. An existing folder keeps its mode.
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("rollouts", "checkpoints", "logs"):
@@ -126,8 +130,28 @@ class RunFolder:
                 path.rename(folder / aside / path.name)
         return said
 
+    @asynccontextmanager
+    async def copied(self, note: Callable[[str], None]) -> AsyncGenerator[None]:
+        """If `experiment_dir` is a URL, copy finished files there while the context is open.
+
+        Raises ConfigError if the URL is not writable. `note` gets later failures.
+        """
+        if not self._url:
+            yield
+            return
+        async with Uploads(self.path, self._url, note) as self._uploads:
+            yield
+
+    async def finish_copies(self, progress: ProgressReporter) -> None:
+        """Raises UploadError, which names the rest."""
+        if self._uploads is not None:
+            with progress.waiting(f"the copies at {self._url}"):
+                await self._uploads.finish()
+
     def checkpointed(self, *, needed: Collection[int] = ()) -> None:
         self.keep_checkpoints(self._keep, needed=needed)
+        if self._uploads is not None:
+            self._uploads.copy()
 
     def keep_checkpoints(self, number: int, *, needed: Collection[int] = ()) -> None:
         """Keep each policy's newest `number` step checkpoints, and the `needed` ones."""

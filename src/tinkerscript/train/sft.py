@@ -107,6 +107,7 @@ async def run_sft(
         folder.write_json("summary.json", sft.summary())
         folder.draw_curve(at_once=True)
         await progress.end(None)  # The last copy of the ledger says how the run ended.
+        await folder.finish_copies(progress)
     return folder
 
 

@@ -26,6 +26,7 @@ from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_template import templates_with_defaults
 from tinkerscript.model_folder import base_of_adapter, model_folder
+from tinkerscript.remote_folder import local_checkpoint
 from tinkerscript.rollouts.call import (
     FOREIGN_POLICY,
     FloatArray,
@@ -118,7 +119,7 @@ class EmbeddedBackend(TrainerBackend):
         ) as engine:
             for warning in engine.warnings:
                 note(warning)
-            yield cls(engine, config.checkpoint)
+            yield cls(engine, local_checkpoint(config.checkpoint, note=note))
 
     async def failed(self) -> None:
         if self.engine.ranks is None:
@@ -136,7 +137,7 @@ class EmbeddedBackend(TrainerBackend):
     async def open_policy(
         self, role: str, checkpoint: str, *, checkpoint_dir: Path, restore: str | None
     ) -> EmbeddedBackend:
-        start = checkpoint or self._start_folder or ""
+        start = (await asyncio.to_thread(local_checkpoint, checkpoint)) or self._start_folder or ""
         lora = self.engine.lora
         lora = lora and replace(lora, seed=seed_of_role(lora.seed, role))
         client = await self.engine.train_copy(lora=lora, checkpoint_dir=checkpoint_dir)

@@ -24,6 +24,7 @@ from tinker.types import LossFnType
 from tinkerscript.config import EngineConfig
 from tinkerscript.errors import ConfigError, EngineError
 from tinkerscript.model_folder import context_of, model_folder, stop_ids_of, vocabulary_of
+from tinkerscript.remote_folder import local_checkpoint
 from tinkerscript.rollouts.call import (
     FOREIGN_POLICY,
     FloatArray,
@@ -343,7 +344,7 @@ def _path_at_service(model: str) -> str:
 def _path_of_checkpoint(checkpoint: str) -> str:
     if checkpoint.startswith(TINKER_PATH):
         return checkpoint
-    return _pointed_to(Path(checkpoint))
+    return _pointed_to(Path(local_checkpoint(checkpoint)))
 
 
 def _pointed_to(folder: Path) -> str:
