@@ -41,7 +41,7 @@ def test_the_package_is_complete_and_describes_itself(installation: Installation
     assert {"py.typed", "engine/tiny/model.safetensors", "starter/train.yaml", "starter/agent.py"} <= package
     assert {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")} <= set(names)
     extras = set(metadata.get_all("Provides-Extra", []))
-    watching, clusters = {"tensorboard", "trackio", "wandb", "otel"}, {"ray", "postgres", "remote"}
+    watching, clusters = {"tensorboard", "trackio", "wandb"}, {"ray", "postgres", "remote"}
     environments = {"verifiers", "reasoning-gym", "textarena", "openenv"}
     assert extras == {"server", "engine", "inspect", "datasets", "all"} | watching | clusters | environments
     links = re.findall(r"\]\((.*?)\)", str(metadata.get_payload()))

@@ -75,7 +75,6 @@ def _processes(config: RunConfig) -> list[str]:
             *([f"{room.cpus:g} CPU{gpus}{' each' if more else ''}"] if room.cpus else []),
             *(["with the trainer"] if first.on_trainer_machine and first.name != TRAINER_PROCESS else []),
             *([f"after the {' and the '.join(first.after)}"] if first.after else []),
-            *(["while episodes wait"] if first.on_demand else []),
             *([f"restarted at most {first.restarts} times"] if first.restarts else []),
             *([f"gets {', '.join(first.secrets)} if set"] if first.secrets else []),
         ]
@@ -93,7 +92,7 @@ def _alike(process: PlannedProcess) -> tuple[object, ...]:
     # Processes that differ only in number are shown once.
     kind = process.name.rpartition(" ")[0] or process.name
     environment = tuple((key, value) for key, value in process.environment.items() if key != "RANK")
-    return kind, process.command, environment, process.on_demand
+    return kind, process.command, environment
 
 
 def _quoted(word: str) -> str:

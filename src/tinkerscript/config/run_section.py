@@ -103,10 +103,6 @@ class WorkersConfig(Section):
     count: int = Field(default=2, ge=0)
     """Worker processes that `tinkerscript train` starts. 0: none, if you start them yourself."""
 
-    max_count: int = Field(default=0, ge=0)
-    """Maximum number of workers: more than `count` while episodes wait, until they are idle for a minute. 0:
-    always `count`."""
-
     cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a worker."""
 
@@ -118,12 +114,6 @@ class WorkersConfig(Section):
 
     allow_discard_timeout: float = Field(default=60.0, gt=0)
     """Seconds without activity after which a worker loses its claim and the episode is requeued."""
-
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> WorkersConfig:
-        if 0 < self.max_count < self.count:
-            raise ValueError(f"max_count: {self.max_count} is less than count: {self.count}")
-        return self
 
 
 class ClusterConfig(Section):
@@ -400,8 +390,9 @@ class RunConfig(Section):
     def slots(self) -> int:
         """Maximum number of episodes that the run's own workers hold at once. 0: it starts no workers."""
         workers = self.workers
-        number = max(workers.count, workers.max_count)
-        return workers.concurrency * (number if self.enable_tinkerscript_mode else min(number, 1))
+        return workers.concurrency * (
+            workers.count if self.enable_tinkerscript_mode else min(workers.count, 1)
+        )
 
     @property
     def live_versions(self) -> int:

@@ -213,8 +213,7 @@ class TrainerMessageHandler:
     def _hello(self, hello: Hello) -> None:
         self._interchange.trainer_says(hello)
         quarantined = self._interchange.clients.quarantined()
-        demand = self._interchange.demand()
-        self._interchange.when_committed(partial(self._link.welcome, hello.number, quarantined, demand))
+        self._interchange.when_committed(partial(self._link.welcome, hello.number, quarantined))
 
     def _register(self, message: Register) -> None:
         registered = list[str]()

@@ -106,8 +106,8 @@ class EpisodeBook:
     def claims_held(self, client_uuid: str) -> int:
         return len(self._claims.get(client_uuid, ()))
 
-    def claims_by_client(self, prefix: str) -> dict[str, int]:
-        return {client: len(held) for client, held in self._claims.items() if client.startswith(prefix)}
+    def clients_named(self, prefix: str) -> list[str]:
+        return [client for client in self._claims if client.startswith(prefix)]
 
     @property
     def claims_in_all(self) -> int:

@@ -46,8 +46,6 @@ from tinkerscript.protocol import (
 from tinkerscript.server.claims import LeasedClaims, gateway_path
 from tinkerscript.server.episodes.record import BAD_PAYLOAD, SERVER_KINDS, Claim
 from tinkerscript.server.interchange import Interchange
-from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.tracing import claim_traceparent
 
 TRANSCRIPT_PATH = "/record_transcript"
 
@@ -81,7 +79,6 @@ class EpisodeRoutes:
         keys: ClaimKeys,
         claims: LeasedClaims,
         roles: Roles,
-        metrics: ServerMetrics,
         config: RunConfig,
         gateway_ports: Sequence[int] = (),
         run: str = "",
@@ -93,7 +90,6 @@ class EpisodeRoutes:
         self._keys = keys
         self._claims = claims
         self._roles = roles
-        self._metrics = metrics
         self._public_base_url = config.interchange_server.public_base_url.rstrip("/")
         self._max_reward = config.interchange_server.max_reward
         self._max_transcript_bytes = config.max_transcript_bytes
@@ -147,8 +143,6 @@ class EpisodeRoutes:
         """Whether the run is finished, waiting up to `wait_s` seconds for its end."""
         clients = self._interchange.clients
         owner = clients.owner(body.client_uuid, self._roles.account(request.scope))
-        if body.report is not None:
-            self._metrics.workers.add(owner, body.report)
         with clients.waiting(owner, "the run's end"):
             waiting = asyncio.create_task(self._interchange.run_end.wait(owner, body.wait_s))
             gone = asyncio.create_task(_disconnected(request.receive))
@@ -219,7 +213,6 @@ class EpisodeRoutes:
             "max_transcript_bytes": self._max_transcript_bytes,
             "roles": self._model_roles,
             "run": self._run,
-            "traceparent": claim_traceparent(uuid, attempt),
         }
 
     async def _claim_unless_gone(self, body: ClaimEpisodeRequest, receive: Receive) -> list[Claim] | str:
