@@ -79,6 +79,10 @@ class EngineConfig(Section):
     """Recompute activations in the backward pass of the embedded engine, to save memory. Training takes
     about a third longer (docs/models.md)."""
 
+    routing_replay: bool = False
+    """Train a mixture of experts with the experts that the embedded engine chose while sampling (R3), because
+    rounding can change them (docs/models.md). Refused for models without experts."""
+
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments for the model's chat template, such as `{enable_thinking: false}`, in every episode and
     chat of the run."""
@@ -94,6 +98,10 @@ class EngineConfig(Section):
             raise ValueError(
                 f"devices: {self.devices}: only the embedded engine trains on several devices; a Tinker "
                 "service manages its own"
+            )
+        if self.routing_replay and self.backend == "tinker":
+            raise ValueError(
+                "routing_replay: only the embedded engine replays the experts that it chose; leave it out"
             )
         if self.devices > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(
