@@ -205,6 +205,7 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
     from tinkerscript.engine.context import exact_context
     from tinkerscript.engine.decoder import logits_rows
     from tinkerscript.engine.memory import Workload, peak_memory
+    from tinkerscript.engine.routing import most_token_bytes
     from tinkerscript.engine.training import tokens_of_microbatch
     from tinkerscript.engine.weights import LoraSettings
 
@@ -225,6 +226,7 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
         rows=min(engine.max_batch, at_once) if samples else 0,
         prompt=min(prompt, length),
         length=length,
+        choices=most_token_bytes(model) if engine.routing_replay else 0,
     )
     settings = LoraSettings(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
     return peak_memory(model, settings, _dtype(engine), work), work

@@ -76,6 +76,10 @@ class EngineConfig(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the embedded engine's backward pass: less memory, about a third more time."""
 
+    routing_replay: bool = False
+    """Train a mixture of experts with the experts that the embedded engine chose while sampling (R3), because
+    rounding can change them (docs/models.md). Refused for models without experts."""
+
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments for the chat template in every episode and chat, such as `{enable_thinking: false}`."""
 
@@ -90,6 +94,10 @@ class EngineConfig(Section):
             raise ValueError(
                 f"devices: {self.devices}: only the embedded engine trains on several devices; a Tinker "
                 "service manages its own"
+            )
+        if self.routing_replay and self.backend == "tinker":
+            raise ValueError(
+                "routing_replay: only the embedded engine replays the experts that it chose; leave it out"
             )
         if self.devices > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(

@@ -311,6 +311,11 @@ class RunConfig(Section):
                 "inference.on_publish: continue needs engine.backend: embedded, because a Tinker service "
                 "finishes a call with the weights it started with; leave on_publish: move"
             )
+        if self.engine.routing_replay and inference.backend != "trainer":
+            raise ValueError(
+                f"engine.routing_replay: inference.backend: {inference.backend} does not report the experts "
+                "that it chose; sample with the embedded engine (inference.backend: trainer), or leave it out"
+            )
         if not inference.has_replicas:
             return self
         if self.engine.backend != "embedded":

@@ -58,6 +58,10 @@ class SampledRow:
     constrained: bytes = b""
     """`sampling.FREE`, `CUT` or `FORCED` per sampled id, with a grammar."""
 
+    experts: bytes = b""
+    """`Routing.packed`, if the decoder has a `routing`: the experts chosen at the position before each token,
+    from `Request.known` on."""
+
 
 @dataclass(slots=True)
 class Request:
@@ -76,6 +80,9 @@ class Request:
 
     sampled: int = 0
     """The prompt's last ids that begin the reply, from other weights. Stop strings may begin there."""
+
+    known: int = 0
+    """How many of the prompt's first ids to return no experts of."""
 
     matchers: list[Matcher] | None = None
     future: Future[list[SampledRow]] = field(default_factory=Future[list[SampledRow]])
@@ -129,8 +136,8 @@ class RunningRow:
             self.matcher.take(token)
             self.constrained.append(constraint)
 
-    def finish(self, stop_reason: str) -> None:
-        row = SampledRow(self.ids, self.logprobs, stop_reason, self.top, bytes(self.constrained))
+    def finish(self, stop_reason: str, experts: bytes = b"") -> None:
+        row = SampledRow(self.ids, self.logprobs, stop_reason, self.top, bytes(self.constrained), experts)
         self.request.finish(self.index, row)
 
 
@@ -183,8 +190,9 @@ class RunningBatch:
         """End all rows where they are, and later ones before their first token: newer weights continue
         them."""
         self._is_cut = True
+        experts = {row: self._experts(row) for row in [*self._cache.rows, *self._waiting] if row.ids}
         for row in self._drop_all():
-            row.finish("cut")
+            row.finish("cut", experts.get(row, b""))
 
     def fail(self, error: BaseException) -> None:
         for row in self._drop_all():
@@ -409,11 +417,23 @@ class RunningBatch:
                 _fail(row.request, error)
                 continue
             if reason is not None:
-                row.finish(reason)
+                row.finish(reason, self._experts(row))
                 finished.append(row)
         for row in finished:
             self._prefixes.keep(row.sequence[:-1], partial(self._cache.state, row))
         self._remove(finished)
+
+    def _experts(self, row: RunningRow) -> bytes:
+        """Unknown where nothing is kept: before the first token, and of a row that waits for memory."""
+        routing = self._decoder.routing
+        if routing is None:
+            return b""
+        kept = self._cache.last_layer(row, max(0, row.request.known - 1))
+        experts = routing.unknown(len(row.sequence) - row.request.known)
+        if kept is not None:
+            chosen = routing.packed(kept)
+            experts[len(experts) - len(chosen) :] = chosen
+        return experts.tobytes()
 
     def _allowed(self, rows: list[RunningRow], vocabulary: int) -> Tensor | None:
         """Ids that grammars allow next, bool (n, V); None without grammars. If a grammar allows none, its

@@ -149,6 +149,7 @@ class SampledModel(NamedModel):
                 stream=call.stream,
                 affinity=prepared.claim.episode_uuid if prepared.claim.continues else "",
                 role=self.role,
+                known=(len(turn.prompt) - len(turn.new_prompt)) // 4,
             )
             for turn in prepared.turns
         ]
@@ -249,6 +250,7 @@ class SampledModel(NamedModel):
             spans=spans if len(spans) > 1 else [],
             seed=result.seed,
             constrained=constrained,
+            experts=sequence.experts,
             tokenizer=self._renderer.tokenizer.fingerprint,
             fork_reason=fork_reason,
             messages=messages,

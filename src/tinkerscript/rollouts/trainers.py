@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.advantages import RolloutBatch, RolloutGroup, WeightedRollout, padded
 from tinkerscript.rollouts.alignment.checks import ERRORS, find_errors
 from tinkerscript.rollouts.call import Call, FloatArray, full_prompts
-from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
+from tinkerscript.rollouts.rollout import ByteArray, EpisodeRollouts, Rollout
 
 if TYPE_CHECKING:
     import tinker
@@ -57,6 +58,8 @@ class _Row(NamedTuple):
     rollout: Rollout
 
 
+Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int64]
+
 Fields = Mapping[str, Callable[[_Row], Any]]
 
 
@@ -88,17 +91,17 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
     return to_training_datum(weighted)
 
 
-def to_training_datum(weighted: WeightedRollout, **more: FloatArray) -> tinker.Datum:
+def to_training_datum(weighted: WeightedRollout, **more: Numbers) -> tinker.Datum:
     """Convert a rollout that passed the alignment check to a Datum for a policy-gradient loss.
 
-    `more`, here and below: further inputs of the loss, float32 [T] each.
+    `more`, here and below: further inputs of the loss, float32 [T] each, or `packed_experts`.
     """
     rollout = weighted.rollout
     reference = rollout.logprobs if weighted.reference is None else weighted.reference
     return _datum(rollout, logprobs=reference, advantages=weighted.advantages, **more)
 
 
-def to_scoring_datum(rollout: Rollout, **more: FloatArray) -> tinker.Datum:
+def to_scoring_datum(rollout: Rollout, **more: Numbers) -> tinker.Datum:
     """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on tokens with loss.
 
     For `forward`, and for supervised training on samples.
@@ -106,7 +109,13 @@ def to_scoring_datum(rollout: Rollout, **more: FloatArray) -> tinker.Datum:
     return _datum(rollout, weights=rollout.loss_mask.astype(np.float32), **more)
 
 
-def _datum(rollout: Rollout, **inputs: FloatArray) -> tinker.Datum:
+def packed_experts(rows: ByteArray) -> npt.NDArray[np.int64]:
+    """uint8 [T, bytes] -> int64 [T, bytes / 8, rounded up]. Tinker's tensors have no bytes."""
+    padding = np.zeros((len(rows), -rows.shape[1] % 8), np.uint8)
+    return np.hstack([rows, padding]).view("<i8")
+
+
+def _datum(rollout: Rollout, **inputs: Numbers) -> tinker.Datum:
     import tinker  # noqa: PLC0415 (optional dependency)
 
     return tinker.Datum(
