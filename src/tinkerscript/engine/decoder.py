@@ -102,7 +102,8 @@ class Decoder(ABC):
     ) -> tuple[Tensor, list[RowState]]:
         """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), and the rows' states.
 
-        With the `past` of a row of `begin` tokens, ids (1, P) continue it. The state is of the whole row.
+        With the `past` of a row of `begin` tokens, each row of ids continues it (only one row if
+        `is_recurrent`). States are of whole rows.
         """
 
     @abstractmethod
@@ -397,8 +398,8 @@ class _Places:
 
 
 def _after(past: Tensor | None, new: Tensor) -> Tensor:
-    """Concatenate a row's past (kv_heads, M, D) and (1, kv_heads, P, D)."""
-    return new if past is None else torch.cat([past[None], new], dim=2)
+    """Put a past (kv_heads, M, D) before each row of (B, kv_heads, P, D)."""
+    return new if past is None else torch.cat([past.expand(len(new), -1, -1, -1), new], dim=2)
 
 
 _Factors = tuple[Tensor, Tensor]
@@ -483,15 +484,16 @@ class HubDecoder(Decoder):
         kinds = LayerKinds.of(self._model.config)
         if past is not None and kinds.are_recurrent:
             return self._prefill_by_steps(ids, past, begin)
-        if not kinds.are_recurrent:
+        if not kinds.are_recurrent and not (past is not None and kinds.width):
             return self._prefill(ids, lengths, kinds, past, begin)
-        # A state includes all of a row's tokens, so rows are not padded.
+        # Not padded: a state includes all of a row's tokens, and a window's cache after a past keeps the last
+        # ones of the longest row.
         logits: list[Tensor] = []
         states: list[RowState] = []
         order: list[int] = []
         for length in sorted(set(lengths.tolist())):
             rows = (lengths == length).nonzero()[:, 0]
-            found, of_rows = self._prefill(ids[rows, :length], lengths[rows], kinds)
+            found, of_rows = self._prefill(ids[rows, :length], lengths[rows], kinds, past, begin)
             logits.append(found)
             states += of_rows
             order += rows.tolist()
@@ -504,8 +506,8 @@ class HubDecoder(Decoder):
         if past is None:
             cache = _prefill_cache(self._model.config, kinds)
         else:
-            cache = _cache_after(self._attended(past), begin)
-        positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
+            cache = _cache_after(self._attended(past), begin, len(ids))
+        positions = torch.arange(begin, begin + ids.shape[1], device=ids.device).expand(ids.shape)
         with self._recorded() as choices:
             output = backbone_output(
                 self._model,
@@ -587,7 +589,7 @@ def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
     return cache
 
 
-def _cache_after(past: RowState, begin: int) -> DynamicCache:
+def _cache_after(past: RowState, begin: int, rows: int) -> DynamicCache:
     cache = DynamicCache()
     cache.layers = []
     for state in past:
@@ -599,7 +601,9 @@ def _cache_after(past: RowState, begin: int) -> DynamicCache:
             layer.lazy_initialization(state.keys, state.values)
             # The window includes the next token.
             first = 0 if state.window is None else max(0, state.keys.shape[1] - state.window + 1)
-            layer.keys, layer.values = state.keys[None, :, first:], state.values[None, :, first:]
+            layer.keys, layer.values = (
+                each[:, first:].expand(rows, -1, -1, -1) for each in (state.keys, state.values)
+            )
         cache.layers.append(layer)
     return cache
 
