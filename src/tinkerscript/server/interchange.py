@@ -48,7 +48,7 @@ from tinkerscript.server.episodes.record import (
     ClosedClaim,
     EpisodeRecord,
     restored,
-    rows_of,
+    write_changes,
 )
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.tracing import claim_over, is_on
@@ -198,7 +198,7 @@ class Interchange:
         """Write the book's changes to the ledger, and notify whom they concern."""
         changes = self.book.take_changes()
         changed = [*changes.added.values(), *changes.saved.values()]
-        self._ledger.note(rows_of(changes))
+        write_changes(self._ledger, changes)
         for closed in changes.closed:
             self._watch(closed)
             for forget in self._forget:
@@ -209,7 +209,8 @@ class Interchange:
                     closed.episode.sequence,
                     closed.attempt,
                 )
-        self._metrics.count_requeues(sum(c.episode.state == "registered" for c in changes.closed))
+        if requeued := sum(closed.episode.state == "registered" for closed in changes.closed):
+            self._metrics.count_requeues(requeued)
         self._wake_clients(changed)
         self._announce(changed)
         deadline = self.book.leases.next_deadline()

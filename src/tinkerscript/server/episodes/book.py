@@ -578,7 +578,7 @@ class EpisodeBook:
         self.open_ends[episode.end_number] = episode
 
     def _set_consumed(self, episode: EpisodeRecord, consumed: bool) -> None:
-        self._touch(episode)
+        self._changes.consumed[episode.sequence] = consumed
         changes_status = episode.state == "ended"
         if changes_status:
             self.counts.count(episode, -1)
