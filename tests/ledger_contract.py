@@ -323,6 +323,7 @@ class LedgerContract:
         await put_calls(ledger, sent[:DICTIONARY_BLOBS])
         await trained_once(ledger)
         await put_calls(ledger, sent[DICTIONARY_BLOBS:-10])
+        await ledger.close()
         again = await leading(reopen)
         await put_calls(again, sent[-10:])
         assert await again.calls([(1, 1)]) == [sent]

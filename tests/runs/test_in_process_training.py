@@ -228,10 +228,8 @@ async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
     assert second["train/kl_start"] != 0
     assert (first["train/learning_rate"], second["train/learning_rate"]) == (5e-3, 1e-2)
     assert first["alignment/max_abs_dlogp"] < 1e-4
-    lines = [
-        json.loads(x)
-        for x in gzip.decompress((folder.path / "rollouts" / "step_0001.jsonl.gz").read_bytes()).splitlines()
-    ]
+    rollouts = gzip.decompress((folder.path / "rollouts" / "step_0001.jsonl.gz").read_bytes())
+    lines = [json.loads(line) for line in rollouts.splitlines()]
     mixed = [line["advantage"] for line in lines if line.get("advantage")]
     assert mixed
     # Rewards 1 and 0 in a group of 4: one apart from three, or two and two, over the deviation.

@@ -57,7 +57,7 @@ MAX_READING_BYTES = 64 * 2**20
 
 _TRANSCRIPT_BODY: dict[str, Any] = {
     "requestBody": {
-        "description": "The transcript. The server stores its bytes without reading them.",
+        "description": "The transcript. The server does not parse it.",
         "required": True,
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
