@@ -93,7 +93,7 @@ def trained(samples: list[bytes]) -> bytes:
     """Return a dictionary, or nothing if the samples are too few bytes for one. Takes tens of milliseconds,
     without the interpreter's lock."""
     try:
-        return zstandard.train_dictionary(DICTIONARY_BYTES, samples).as_bytes()
+        return zstandard.train_dictionary(DICTIONARY_BYTES, [*samples]).as_bytes()
     except zstandard.ZstdError:
         return b""
 

@@ -15,6 +15,8 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import cache
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,8 +169,8 @@ class SqliteLedger(Ledger):
                 for kind in TABLES:
                     if rows := batch.rows.get(kind):
                         run.executemany(_insert(kind), map(astuple, rows.values()))
-                for statement in batch.statements:
-                    run.execute(_plain(statement.sql), statement.parameters)
+                for sql, same in groupby(batch.statements, key=attrgetter("sql")):
+                    run.executemany(_plain(sql), [each.parameters for each in same])
                 run.execute("COMMIT")
             finally:
                 if run.in_transaction:

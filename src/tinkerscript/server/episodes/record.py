@@ -192,6 +192,9 @@ class Changes:
     saved: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
     """By uuid, without those in `added`."""
 
+    claimed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Sequence and attempt of each claim that was made. Of the episode's row it changes only the state."""
+
     consumed: dict[int, bool] = field(default_factory=dict[int, bool])
     """By sequence: what `consumed` has become."""
 
@@ -199,9 +202,18 @@ class Changes:
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 
 
+# Statements run after the rows of their transaction, in which the claim may be over already.
+_SET_CLAIMED = """
+UPDATE {s}episodes SET state = 'claimed' WHERE sequence = ? AND state = 'registered' AND EXISTS
+    (SELECT 1 FROM {s}attempts WHERE episode = sequence AND attempt = ? AND failure IS NULL)
+"""
+
+
 def write_changes(ledger: Ledger, changes: Changes) -> None:
+    """Statements update single columns, because a row would update all of its indexes."""
     ledger.note(_rows_of(changes))
-    # One statement for many: a row for each would update all of its indexes.
+    for claim in changes.claimed:
+        ledger.execute(_SET_CLAIMED, *claim)
     for value in set(changes.consumed.values()):
         sequences = [each for each, consumed in changes.consumed.items() if consumed == value]
         for start in range(0, len(sequences), UPDATED_AT_ONCE):
