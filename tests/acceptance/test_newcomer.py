@@ -4,6 +4,7 @@ type, what they see, how long it takes, and the exit codes."""
 from __future__ import annotations
 
 import email
+import gzip
 import json
 import math
 import re
@@ -77,7 +78,7 @@ def test_from_init_to_an_episode_on_the_screen(shell: Shell) -> None:
     code, text = shell.run(*with_agent[0].split(), "--set=training.steps=1", *short[1:], port)
     assert code == 0, text
     assert str(shell.folder / "mine" / "agent.py") in (latest / "config.yaml").read_text()
-    lines = (latest / "rollouts" / "step_0001.jsonl").read_text().splitlines()
+    lines = gzip.decompress((latest / "rollouts" / "step_0001.jsonl.gz").read_bytes()).splitlines()
     rewards = [json.loads(line)["reward"] for line in lines]
     assert (len(rewards), set(rewards)) == (16 * 8, {0.0, 1.0}), "the agent's own"
 

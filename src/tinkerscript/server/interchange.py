@@ -46,7 +46,7 @@ from tinkerscript.server.episodes.record import (
     ClosedClaim,
     EpisodeRecord,
     restored,
-    rows_of,
+    write_changes,
 )
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
@@ -195,7 +195,7 @@ class Interchange:
         """Write the book's changes to the ledger, and notify whom they concern."""
         changes = self.book.take_changes()
         changed = [*changes.added.values(), *changes.saved.values()]
-        self._ledger.note(rows_of(changes))
+        write_changes(self._ledger, changes)
         for closed in changes.closed:
             self._watch(closed)
             for forget in self._forget:
@@ -206,7 +206,8 @@ class Interchange:
                     closed.episode.sequence,
                     closed.attempt,
                 )
-        self._metrics.count_requeues(sum(c.episode.state == "registered" for c in changes.closed))
+        if requeued := sum(closed.episode.state == "registered" for closed in changes.closed):
+            self._metrics.count_requeues(requeued)
         self._wake_clients(changed)
         self._announce(changed)
         deadline = self.book.leases.next_deadline()
