@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from tinkerscript.engine.kv_cache import KVCache, LayerCache, LayerState, RowGroup, RowState, joined
 from tinkerscript.engine.layer_kinds import SLIDING, LayerKinds, is_local, narrowed_windows
+from tinkerscript.engine.products import product, sum_with_product
 from tinkerscript.engine.routing import Routing, redirected
 from tinkerscript.engine.step_graphs import StepGraphs, cuda_graph
 from tinkerscript.errors import EngineError
@@ -248,7 +249,9 @@ class FusedDecoder(Decoder):
         """h (N, C) -> rotated q and k (N, heads + kv_heads, D), v (N, kv_heads, D)."""
         layer = self._layers[index]
         flat = (
-            h @ layer["qkv"] if layer["qkv_bias"] is None else torch.addmm(layer["qkv_bias"], h, layer["qkv"])
+            product(h, layer["qkv"].t())
+            if layer["qkv_bias"] is None
+            else sum_with_product(layer["qkv_bias"], h, layer["qkv"])
         )
         flat = self._with_lora(flat, h, index, "qkv")
         qkv = flat.view(len(h), self._heads + 2 * self._kv_heads, self._head_dim)
@@ -260,13 +263,13 @@ class FusedDecoder(Decoder):
     def _mlp(self, x: Tensor, index: int) -> Tensor:
         layer = self._layers[index]
         h = self._rms(x, layer["norm_2"])
-        gate, up = self._with_lora(h @ layer["gate_up"], h, index, "gate_up").chunk(2, dim=-1)
+        gate, up = self._with_lora(product(h, layer["gate_up"].t()), h, index, "gate_up").chunk(2, dim=-1)
         h = F.silu(gate) * up
-        return self._with_lora(torch.addmm(x, h, layer["down"]), h, index, "down")
+        return self._with_lora(sum_with_product(x, h, layer["down"]), h, index, "down")
 
     def _logits(self, x: Tensor) -> Tensor:
         h = self._rms(x, self._final_norm)
-        return _plus(h @ self._head, h, self._head_lora)
+        return _plus(product(h, self._head.t()), h, self._head_lora)
 
     def prefill(
         self, ids: Tensor, lengths: Tensor, past: RowState | None = None, begin: int = 0
@@ -311,7 +314,7 @@ class FusedDecoder(Decoder):
                 enable_gqa=self._heads != self._kv_heads,
             )
             h = o.transpose(1, 2).reshape(B * P, -1)
-            x = self._with_lora(torch.addmm(x, h, layer["out"]), h, index, "out")
+            x = self._with_lora(sum_with_product(x, h, layer["out"]), h, index, "out")
             x = self._mlp(x, index)
             if keep:
                 keys.append(k.contiguous())  # Views would keep the queries too.
@@ -346,7 +349,7 @@ class FusedDecoder(Decoder):
                 kept = [group.layers[index] for group in groups]
                 parts = zip(kept, places, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
                 o = torch.cat([self._attend_in(*part) for part in parts])
-            x = self._with_lora(torch.addmm(x, o, layer["out"]), o, index, "out")
+            x = self._with_lora(sum_with_product(x, o, layer["out"]), o, index, "out")
             x = self._mlp(x, index)
         return self._logits(x)
 

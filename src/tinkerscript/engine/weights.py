@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
+from tinkerscript.engine.products import speed_up
 from tinkerscript.errors import EngineError, EngineRequestError
 from tinkerscript.model_folder import ADAPTER_CONFIG, copy_tokenizer
 
@@ -62,6 +63,8 @@ def load_model(
         )
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"cannot load a causal language model from {folder}: {error}") from error
+    if torch.device(device).type == "cpu":
+        speed_up(model)
     return model.to(device).eval()
 
 

@@ -79,7 +79,7 @@ def same(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """The most entries of a tensor that an operation makes, by dtype."""
+    """The most entries of a tensor that an operation makes, by dtype. Views make none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
+        for each in [] if func.is_view else tree_leaves(result):
             if isinstance(each, Tensor):
                 self.most[each.dtype] = max(self.most.get(each.dtype, 0), each.numel())
         return result
