@@ -251,6 +251,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _means_are_of_samples(self) -> RunConfig:
+        if self.training.advantage_baseline == "sample_mean" and not self.all_tasks:
+            raise ValueError(
+                "training.advantage_baseline: sample_mean is the mean of a task's sample: set task.name, or "
+                "use running_mean"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _judge_is_a_role(self) -> RunConfig:
         name = self.training.judge.role
         role = self.episode_roles.get(name)

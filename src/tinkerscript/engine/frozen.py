@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import tinker
@@ -30,7 +31,10 @@ NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
 
 
 class FrozenWeights:
-    def __init__(self, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer) -> None:
+    def __init__(
+        self, base: FrozenBase, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer
+    ) -> None:
+        self._base = base  # `FrozenModels` forgets a base that nothing uses.
         self.context = context
         self.sampling = sampling
         self._trainer = trainer
@@ -60,7 +64,7 @@ class FrozenWeights:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class FrozenBase:
     lora: LoraBase
     context: EngineContext
@@ -71,7 +75,7 @@ class FrozenBase:
         weights = self.lora.new_adapter(NO_CHANGE) if folder is None else self.lora.adapter_of(folder)
         decoder = self.lora.plain if folder is None else weights.decoder()
         trainer = Trainer(weights, share_prefixes=self.shares_prefixes)
-        return FrozenWeights(self.context, freeze(self.context, lambda: decoder), trainer)
+        return FrozenWeights(self, self.context, freeze(self.context, lambda: decoder), trainer)
 
 
 class FrozenModels:
@@ -79,7 +83,10 @@ class FrozenModels:
         self, context: EngineContext, own: FrozenBase | None, *, device: str, dtype: torch.dtype
     ) -> None:
         self._context = context
-        self._bases = {} if own is None else {context.folder.resolve(): own}
+        self._own = own
+        self._bases = WeakValueDictionary[Path, FrozenBase]()
+        if own is not None:
+            self._bases[context.folder.resolve()] = own
         self._device = device
         self._dtype = dtype
         self._loading = threading.Lock()
@@ -88,9 +95,9 @@ class FrozenModels:
         """Loads on the caller's thread, while the engine keeps running. Raises EngineError."""
         with self._loading:
             key = folder.resolve()
-            if key not in self._bases:
-                self._bases[key] = self._load(folder)
-            base = self._bases[key]
+            base = self._bases.get(key)
+            if base is None:
+                base = self._bases[key] = self._load(folder)
         return self._context.thread.call(lambda: base.with_adapter(adapter)).result()
 
     def _load(self, folder: Path) -> FrozenBase:

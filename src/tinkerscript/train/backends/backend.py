@@ -151,6 +151,11 @@ class TrainerBackend(Publisher):
             self._start = await self.open_frozen("")
         return await self._start.logprobs(sequences, temperatures)
 
+    async def renew_start(self, checkpoint: Path) -> None:
+        """Score with a checkpoint of this run in `start_logprobs` from now on."""
+        self._start = None  # The former weights need not fit into memory beside the new ones.
+        self._start = await self.open_frozen(str(checkpoint))
+
 
 class FrozenModel(ABC):
     """A model that never changes. Its backend closes it."""
