@@ -240,6 +240,12 @@ class RunConfig(Section):
                 f"training.distillation.teacher: {distillation.teacher!r} is not one of the roles of kind: "
                 f"frozen, which are {frozen or 'none'}"
             )
+        if distillation.top_k and (role.base_url or self.engine.backend != "embedded"):
+            raise ValueError(
+                f"training.distillation.top_k: {distillation.top_k} needs a teacher in the trainer, because "
+                "other servers score only given tokens: use engine.backend: embedded and a role without "
+                "base_url, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -124,6 +124,16 @@ class DistillationConfig(Section):
     """Weight of the task's reward, where the teacher's divergence weighs 1. 0: only the teacher counts,
     and a group may have one episode."""
 
+    top_k: int = Field(default=0, ge=0)
+    """Train on the divergence from the teacher over its `top_k` most probable tokens and the remainder, as a
+    loss, instead of the sampled token's as a reward. Needs a teacher in the trainer. 0: off."""
+
+    @model_validator(mode="after")
+    def _candidates_have_a_teacher(self) -> DistillationConfig:
+        if self.top_k and not self.teacher:
+            raise ValueError(f"top_k: {self.top_k} takes the most probable tokens of a teacher: set teacher")
+        return self
+
     @property
     def is_pure(self) -> bool:
         """Whether the teacher alone decides, without the task's reward."""
@@ -463,6 +473,12 @@ class TrainingConfig(Section):
                     f"{name} is taken off the reward, and this run trains on {instead} in its place: leave "
                     "one of them out"
                 )
+        if self.distillation.top_k and (self.top_entropy < 1 or self.rollout_correction.is_on):
+            other = "top_entropy" if self.top_entropy < 1 else "rollout_correction"
+            raise ValueError(
+                f"distillation.top_k: {self.distillation.top_k} is a loss of all tokens, and {other} changes "
+                "only advantages: leave one of them out"
+            )
         if self.recipe == "gdpo" and not self.reward_weights:
             raise ValueError(
                 "recipe: gdpo adds up several scores: name them and their weights in reward_weights, such as "

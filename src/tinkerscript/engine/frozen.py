@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -28,6 +29,19 @@ from tinkerscript.engine.weights import LoraSettings, load_model
 
 # The smallest adapter. A new one changes nothing.
 NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
+
+
+class TopLogprobs(NamedTuple):
+    """Of a sequence under a frozen model. Position 0 has no context and is 0."""
+
+    own: NDArray[np.float32]
+    """[T]: of the sequence's tokens."""
+
+    ids: NDArray[np.int64]
+    """[T, K]: the most probable tokens at each position."""
+
+    values: NDArray[np.float32]
+    """[T, K]: their logprobs."""
 
 
 class FrozenWeights:
@@ -51,6 +65,30 @@ class FrozenWeights:
         """
         given = temperatures or [np.ones(len(ids), np.float32) for ids in sequences]
         return self.context.thread.call_in_slices(lambda: self._scoring(sequences, given))
+
+    def top_logprobs(
+        self,
+        sequences: Sequence[NDArray[np.int32]],
+        temperatures: Sequence[NDArray[np.float32]],
+        top: int,
+    ) -> Future[list[TopLogprobs]]:
+        """`logprobs`, with those of the `top` most probable tokens at each position."""
+        return self.context.thread.call_in_slices(lambda: self._scoring_top(sequences, temperatures, top))
+
+    def _scoring_top(
+        self, sequences: Sequence[NDArray[np.int32]], temperatures: Sequence[NDArray[np.float32]], top: int
+    ) -> Generator[None, None, list[TopLogprobs]]:
+        trainer = Trainer(self._trainer.weights, share_prefixes=self._base.shares_prefixes, top=top)
+        datums = list(map(_every_token, sequences, temperatures))
+        output = yield from trainer.slices(datums, "cross_entropy", None, backward=False)
+        found: list[TopLogprobs] = []
+        for ids, result in zip(sequences, output.loss_fn_outputs, strict=True):
+            own, tokens = np.zeros(len(ids), np.float32), np.zeros((len(ids), top), np.int64)
+            values = np.zeros((len(ids), top), np.float32)
+            for whole, name in ((own, "logprobs"), (tokens, "top_ids"), (values, "top_logprobs")):
+                whole[1:] = result[name].to_numpy().reshape(whole[1:].shape)
+            found.append(TopLogprobs(own, tokens, values))
+        return found
 
     def _scoring(
         self, sequences: Sequence[NDArray[np.int32]], temperatures: Sequence[NDArray[np.float32]]

@@ -18,12 +18,14 @@ from tinker.types import LossFnType
 
 from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.losses import (
+    CANDIDATES,
     CLIP,
     COVARIANT,
     MASK,
     SAMPLER,
     SCALE,
     START,
+    TEACHER,
     TEMPERATURES,
 )
 from tinkerscript.errors import AlignmentError
@@ -457,6 +459,8 @@ class Learner:
         if self.distillation is not None:
             episodes = [each for group in (*self.groups, *self.replayed) for each in group.episodes]
             batch, metrics["distillation/teacher_kl"] = await self.distillation.apply(batch, episodes)
+            for name, values in zip((CANDIDATES, TEACHER), self.distillation.candidates, strict=False):
+                self._give(name, batch, values)
         before = batch
         if self.config.rollout_correction.is_on:
             batch, corrected = correct(batch, olds, self.config.rollout_correction)
