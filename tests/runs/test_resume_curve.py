@@ -116,7 +116,8 @@ async def test_a_resumed_run_remembers_rewards_and_weights_of_the_loss(tmp_path:
     found = {int(line["step"]): line for line in curve(whole)}
     assert found[6]["train/entropy_weight"] == pytest.approx(0.05)
     moved = [abs(found[step]["train/kl_start"]) for step in range(1, STEPS + 1)]
-    assert max(moved[0], moved[3]) < 1e-4 < min(moved[1], moved[2], moved[4], moved[5])
+    # The rewards of the first step are all equal, and hardly move the weights.
+    assert max(moved[0], moved[3]) < 1e-4 < min(moved[2], moved[4], moved[5])
     last = [
         msgspec.json.decode(rows(each, CheckpointRow, "ORDER BY step DESC")[0].learners)
         for each in (whole, cut)
