@@ -315,9 +315,8 @@ class Trainer:
         if (candidates := arrays.pop(CANDIDATES, None)) is not None:
             number = candidates.shape[1]
             targets = np.concatenate([targets, candidates.astype(np.int64).reshape(-1)])
-            places, temperatures = (
-                np.concatenate([each, each.repeat(number)]) for each in (places, temperatures)
-            )
+            places = np.concatenate([places, places.repeat(number)])
+            temperatures = np.concatenate([temperatures, temperatures.repeat(number)])
         inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         lengths = torch.tensor([length for _, length in packed.sequences])
         inputs[SEQUENCE] = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
