@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +47,8 @@ def config(folder: Path, engine: dict[str, Any]) -> RunConfig:
 
 def episodes(folder: Path, step: int) -> list[tuple[Any, ...]]:
     """Reward, text and mean log probability of every episode of a step."""
-    lines = (folder / "rollouts" / f"step_{step:04d}.jsonl").read_text().splitlines()
+    packed = folder / "rollouts" / f"step_{step:04d}.jsonl.gz"
+    lines = gzip.decompress(packed.read_bytes()).splitlines()
     found = [json.loads(line) for line in lines]
     return sorted((e["reward"], e["sequences"][0]["text"], e["sequences"][0]["mean_logprob"]) for e in found)
 

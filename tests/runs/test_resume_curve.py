@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections import Counter
@@ -31,7 +32,8 @@ def config(folder: Path) -> RunConfig:
 
 
 def episodes(folder: Path, step: int) -> list[tuple[Any, ...]]:
-    lines = (folder / "rollouts" / f"step_{step:04d}.jsonl").read_text().splitlines()
+    packed = folder / "rollouts" / f"step_{step:04d}.jsonl.gz"
+    lines = gzip.decompress(packed.read_bytes()).splitlines()
     found = [json.loads(line) for line in lines]
     return sorted((e["reward"], e["sequences"][0]["text"]) for e in found)
 

@@ -16,7 +16,7 @@ from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.files import CONFIG_FILE, LEDGER_FILE
 from tinkerscript.ledger.health import Gain, health_rows
 from tinkerscript.ledger.reader import STORE_VARIABLE, LedgerReader
-from tinkerscript.ledger.rows import FindingRow, NoteRow
+from tinkerscript.ledger.rows import LEDGER_VERSION, FindingRow, NoteRow
 from tinkerscript.ledger.step_times import step_times
 from tinkerscript.ledger.tokens import TokenUse
 from tinkerscript.lifecycle import ProcessId
@@ -662,7 +662,7 @@ def test_a_run_of_another_version_hides_no_other(tmp_path: Path) -> None:
         runs.ledger("nope")
     with pytest.raises(ConfigError, match="file is not a database"):
         runs.ledger("bad")
-    with pytest.raises(ConfigError, match="has version 1, and this tinkerscript reads 3"):
+    with pytest.raises(ConfigError, match=f"has version 1, and this tinkerscript reads {LEDGER_VERSION}"):
         runs.ledger("old")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -294,7 +295,8 @@ async def test_an_episode_that_is_too_old_counts_in_its_groups_baseline(tmp_path
     assert (new.outcome, new.reason, new.advantage, new.step) == (Use.TRAINED, "", 0.5, old.step)
     assert old.step > 2
     assert [step["episodes/stale"] for step in run.shown.steps][old.step - 1] == 1
-    lines = (run.loop.parts.folder.path / "rollouts" / f"step_{old.step:04d}.jsonl").read_text().splitlines()
+    packed = run.loop.parts.folder.path / "rollouts" / f"step_{old.step:04d}.jsonl.gz"
+    lines = gzip.decompress(packed.read_bytes()).splitlines()
     told = {line["episode_uuid"]: line.get("left_out") for line in map(json.loads, lines)}
     assert (told[late[0].episode_uuid], told[late[1].episode_uuid]) == (old.reason, None)
     assert not any("usable_versions" in status for status in run.source.statuses), "every result counts"
@@ -788,9 +790,9 @@ async def test_an_episode_that_did_not_train_says_why_where_people_read_it(tmp_p
         await run.loop.run()
 
     def left_out(name: str) -> list[str | None]:
-        lines = (run.loop.parts.folder.path / "rollouts" / name).read_text().splitlines()
+        lines = gzip.decompress((run.loop.parts.folder.path / "rollouts" / name).read_bytes()).splitlines()
         return [json.loads(line).get("left_out") for line in lines]
 
     stale = "stale: sampled by weights that this run does not build on"
-    assert left_out("step_0001.jsonl") == [None, None, stale]
-    assert left_out("step_0001.judge.jsonl") == [stale, *["it did not call judge"] * 2]
+    assert left_out("step_0001.jsonl.gz") == [None, None, stale]
+    assert left_out("step_0001.judge.jsonl.gz") == [stale, *["it did not call judge"] * 2]
