@@ -169,8 +169,6 @@ async def test_evaluations_that_ran_beside_later_steps_are_made_again_by_their_o
         evaluation = {"episodes": 0, "every_steps": 1, "interim_episodes": 30}
         return short_run(folder, seed=5, training=training, evaluation=evaluation, workers={"concurrency": 3})
 
-    few = tmp_path / "few.py"
-    few.write_text(ARITHMETIC.read_text() + FEW)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     await run_training(made(whole), QuietReporter())
     with pytest.raises(CutError):
