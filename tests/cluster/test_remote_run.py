@@ -143,7 +143,7 @@ def test_a_run_is_resumed_from_its_url_alone(tmp_path: Path) -> None:
     assert summary == json.loads((run / "summary.json").read_text())
     assert (summary["episodes_lost"], summary["steps"]) == (0, step + 2)
     assert remote.steps() == [step + 1, step + 2]
-    rollouts = [f"step_{number:04d}.jsonl" for number in range(1, step + 3)]
+    rollouts = [f"step_{number:04d}.jsonl.gz" for number in range(1, step + 3)]
     assert [name for name in remote.names("rollouts") if name.startswith("step")] == rollouts
     assert len([name for name in remote.names("inspect") if name.endswith(".eval")]) >= step + 2
     there = tmp_path / "there"

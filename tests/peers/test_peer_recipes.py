@@ -18,7 +18,15 @@ from torch import Tensor
 
 from recorded_batch import Array, recorded_batch
 from tinkerscript.config import RolloutCorrectionConfig
-from tinkerscript.engine.losses import COVARIANT, LOSSES, MASK, SAMPLER, SEQUENCE, START
+from tinkerscript.engine.losses import (
+    COVARIANT,
+    LOSSES,
+    MASK,
+    SAMPLER,
+    SEQUENCE,
+    START,
+    divergence_of_candidates,
+)
 from tinkerscript.rollouts.advantages import AdvantageRule, WeightedRollout, whitened
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.dpo import PairLosses
@@ -30,6 +38,7 @@ with pytest.MonkeyPatch.context() as patch:  # TRL would take the folder tests/v
     patch.setattr(sys, "path", [each for each in sys.path if Path(each).name != "tests"])
     GRPOTrainer: Any = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     DPOTrainer: Any = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
+    loss_utils: Any = pytest.importorskip("trl.experimental.sdpo.loss_utils")
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -346,6 +355,23 @@ def test_the_tokens_of_highest_entropy_are_trls() -> None:
         [each.advantages for each in keep_top_entropy(items, BATCH.of_sequences(BATCH.entropies), 0.2)]
     )
     np.testing.assert_array_equal(found > 0, kept.bool().numpy())
+
+
+# A teacher
+
+
+def test_the_divergence_over_candidates_is_trls() -> None:
+    """TRL takes the student's most probable tokens; the formula is the same for any."""
+    logits, teacher = torch.randn(2, 50, 30, generator=torch.Generator().manual_seed(1)).double()
+    logits.requires_grad_()
+    p, t = logits.log_softmax(-1), teacher.log_softmax(-1)
+    ids = t.topk(5).indices
+    chosen = [each.gather(-1, ids) for each in (p, t)]
+    ours = divergence_of_candidates(*chosen)
+    theirs = loss_utils.compute_divergence(*map(loss_utils.add_tail_bucket, chosen), 1.0)
+    torch.testing.assert_close(ours, theirs, **DECIMAL)
+    slopes = [torch.autograd.grad(each.sum(), logits, retain_graph=True)[0] for each in (ours, theirs)]
+    torch.testing.assert_close(*slopes, **DECIMAL)
 
 
 # Pairs

@@ -107,6 +107,13 @@ async def test_reward_and_teacher_train_together(taught: Path, tmp_path: Path) -
     assert all("train/clip_fraction" in line for line in lines)
 
 
+async def test_a_teachers_most_probable_tokens_teach(taught: Path, tmp_path: Path) -> None:
+    lines = curve((await run_training(config(tmp_path / "run", taught, top_k=8), QuietReporter())).path)
+    losses = [line["train/loss"] for line in lines]
+    assert [line["train/sequences"] for line in lines] == [GROUPS] * STEPS
+    assert 0 < losses[-1] < losses[0]
+
+
 async def test_a_checkpoint_at_a_service_teaches_through_the_service(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections import Counter
@@ -10,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from run_ledger import ask, rows
-from short_runs import Cut, CutError, curve, short_run
+from short_runs import ARITHMETIC, Cut, CutError, curve, short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.dashboard.progress import Phase
-from tinkerscript.ledger.rows import EvaluationRow, ResumptionRow, StepRow, TrainedRow, Use
+from tinkerscript.ledger.rows import CheckpointRow, EvaluationRow, ResumptionRow, StepRow, TrainedRow, Use
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 
@@ -30,7 +32,8 @@ def config(folder: Path) -> RunConfig:
 
 
 def episodes(folder: Path, step: int) -> list[tuple[Any, ...]]:
-    lines = (folder / "rollouts" / f"step_{step:04d}.jsonl").read_text().splitlines()
+    packed = folder / "rollouts" / f"step_{step:04d}.jsonl.gz"
+    lines = gzip.decompress(packed.read_bytes()).splitlines()
     found = [json.loads(line) for line in lines]
     return sorted((e["reward"], e["sequences"][0]["text"]) for e in found)
 
@@ -73,6 +76,56 @@ async def test_a_run_that_is_cut_three_times_has_the_same_curve(tmp_path: Path) 
     assert sum(line["replay/groups"] for line in curve(cut)) == list(uses.values()).count(2) / SIZE
     assert all(line["alignment/lag_1/tokens_compared"] > 0 for line in curve(cut) if line["replay/groups"])
     assert ask(cut, "SELECT count(*) FROM episodes WHERE end_number IS NULL OR NOT consumed") == [(0,)]
+
+
+FEW = """
+
+@task
+def few() -> Task:
+    made = arithmetic()
+    made.dataset = made.dataset[:10]
+    return made
+"""
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+async def test_a_resumed_run_remembers_rewards_and_weights_of_the_loss(tmp_path: Path) -> None:
+    """The moments of rewards, the mean of each sample, the weight of the entropy bonus, and a reference that
+    moves: at the cut it is older than the checkpoints that would be kept without it."""
+
+    def made(folder: Path) -> RunConfig:
+        training = {"steps": STEPS, "groups_per_step": GROUPS, "group_size": SIZE, "learning_rate": 5e-4}
+        training |= {"checkpoint_every": 1, "keep_checkpoints": 1, "kl_reference_every": 3}
+        training |= {"advantage_baseline": "sample_mean", "advantage_scale": "running_deviation"}
+        training |= {"loss_config": {"kl_k3": 0.1}, "adaptive_entropy": {"target": 9.0, "delta": 0.01}}
+        task = {"name": f"{few}@few"}
+        return short_run(folder, seed=5, task=task, training=training, workers={"concurrency": 3})
+
+    few = tmp_path / "few.py"
+    few.write_text(ARITHMETIC.read_text() + FEW)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    await run_training(made(whole), QuietReporter())
+    with pytest.raises(CutError):
+        await run_training(made(cut), Cut(after=5 * GROUPS * SIZE + SIZE))
+    resumed = QuietReporter()
+    await run_training(made(cut), resumed, path=cut)
+    assert rows(cut, ResumptionRow, "ORDER BY resumption")[-1].step == 5
+    assert "the weights of step 3, the KL reference" in resumed.waits
+    for one, other in zip(by_step(whole), by_step(cut), strict=True):
+        assert one["reward/mean"] == other["reward/mean"]
+        for name in ("train/loss", "train/grad_norm", "train/kl_start", "train/entropy_weight"):
+            assert one[name] == pytest.approx(other[name], abs=1e-4, rel=1e-3), name
+    found = {int(line["step"]): line for line in curve(whole)}
+    assert found[6]["train/entropy_weight"] == pytest.approx(0.05)
+    moved = [abs(found[step]["train/kl_start"]) for step in range(1, STEPS + 1)]
+    # The rewards of the first step are all equal, and hardly move the weights.
+    assert max(moved[0], moved[3]) < 1e-4 < min(moved[2], moved[4], moved[5])
+    last = [
+        msgspec.json.decode(rows(each, CheckpointRow, "ORDER BY step DESC")[0].learners)
+        for each in (whole, cut)
+    ]
+    assert last[0] == last[1]
+    assert len(last[0][""]["samples"]) == 10, "every sample was asked twice or more"
 
 
 class CutIn(QuietReporter):

@@ -18,12 +18,13 @@ NEEDED = {"gdpo": "reward_weights: {correct: 1, format: 0.2}"}
 
 
 def parsed(training: str) -> TrainingConfig:
-    return parse_config(f"training: {{{training}}}", source="run.yaml").training
+    return parse_config(f"{{task: {{name: t}}, training: {{{training}}}}}", source="run.yaml").training
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_sets_its_keys_and_is_itself_after_a_round_trip(name: str) -> None:
-    config = parse_config(f"training: {{recipe: {name}, {NEEDED.get(name, '')}}}", source="run.yaml")
+    given = f"{{task: {{name: t}}, training: {{recipe: {name}, {NEEDED.get(name, '')}}}}}"
+    config = parse_config(given, source="run.yaml")
     found = config.training.model_dump(mode="json")
     for key, value in RECIPES[name].keys.items():
         assert found[key] == value if key != "rollout_correction" else found[key].items() >= value.items()
@@ -64,11 +65,45 @@ def test_given_keys_win_also_inside_a_section() -> None:
         ("length_penalty: {step: 1}", "length_penalty.step"),
         ("length_penalty: {turn: -1}", "length_penalty.turn: input should be greater than or equal to 0"),
         ("rollout_correction: {bypass: true}, top_entropy: 0.2", "top_entropy: the entropies come from"),
+        (
+            "rollout_correction: {bypass: true}, adaptive_entropy: {target: 1}",
+            "adaptive_entropy: the entropies",
+        ),
+        ("adaptive_entropy: {target: 1}, loss_config: {entropy: 0.1}", "loss_config.entropy: 0.1 both set"),
+        ("adaptive_entropy: {delta: 1}", "adaptive_entropy.delta needs adaptive_entropy.target"),
+        ("distillation: {top_k: 3}", "top_k: 3 takes the most probable tokens of a teacher: set teacher"),
+        ("distillation: {teacher: t, top_k: 3}, top_entropy: 0.5", "all tokens, and top_entropy changes"),
+        ("distillation: {teacher: t, top_k: 3}, rollout_correction: {tis: 2}", "and rollout_correction"),
+        ("group_size: 1", "group_size: 1 leaves nothing to compare"),
+        ("advantage_baseline: sample_mean, advantage_scale: group_deviation, group_size: 1", "group_size: 1"),
+        ("advantage_baseline: sample_mean, judge: {function: a.py:b}, group_size: 1", "without a judge"),
+        ("recipe: spo, batch_rule: differing_groups", "on which advantage_baseline: sample_mean trains"),
+        (
+            "recipe: reinforce_pp, group_size: 1, batch_rule: differing_groups",
+            "on which advantage_baseline: none trains",
+        ),
+        ("recipe: spo, replay_uses: 2", "advantage_baseline: sample_mean does not go with replay_uses: 2"),
+        ("advantage_scale: running_deviation, reward_weights: {a: 1}", "does not go with reward_weights"),
+        ("advantage_scale: running_deviation, pass_k: 2", "leave out advantage_scale: running_deviation"),
+        ("recipe: spo, credit: {level: state}", "sample_mean does not go with credit .level: state, disc"),
+        ("recipe: spo, credit: {discount: 0.9}", "sample_mean does not go with credit .*discount: 0.9"),
+        ("recipe: spo, distillation: {teacher: t}", "sample_mean does not go with distillation without"),
     ],
 )
 def test_contradictory_keys_are_refused_by_name(given: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parsed(given)
+
+
+def test_groups_of_one_train_if_nothing_is_compared_within_them() -> None:
+    for given in ("recipe: spo", "recipe: reinforce_pp", "advantage_baseline: running_mean"):
+        assert parsed(f"{given}, group_size: 1").min_group == 1
+    assert parsed("recipe: grpo").min_group == 2
+
+
+def test_the_mean_of_a_sample_needs_samples() -> None:
+    with pytest.raises(ConfigError, match=r"sample_mean is the mean of a task's sample: set task\.name"):
+        parse_config("training: {advantage_baseline: sample_mean}", source="run.yaml")
 
 
 @pytest.mark.parametrize(
@@ -78,6 +113,8 @@ def test_contradictory_keys_are_refused_by_name(given: str, message: str) -> Non
         ({"recipe": "grpo"}, r"training\.loss_config\.kl_k3 needs the embedded engine"),
         ({"rollout_correction": {"off_policy_mask": 0.1}}, "off_policy_mask needs the embedded engine"),
         ({"top_entropy": 0.2}, "training.top_entropy needs the embedded engine"),
+        ({"adaptive_entropy": {"target": 1}}, "training.adaptive_entropy needs the embedded engine"),
+        ({"kl_reference_every": 2}, "kl_reference_every renews the reference of a divergence, .* has none"),
         ({"recipe": "sapo"}, "'sapo' needs the embedded engine"),
     ],
 )

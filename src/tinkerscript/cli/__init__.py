@@ -12,7 +12,7 @@ import typer
 from tinkerscript.cli.control import app as control
 from tinkerscript.cli.conventions import CANNOT_RUN
 from tinkerscript.cli.looking import export, show, view
-from tinkerscript.cli.models import config, evaluate, init, merge, train
+from tinkerscript.cli.models import config, evaluate, init, lr_find, merge, train
 from tinkerscript.cli.rollout_machine import status, worker
 from tinkerscript.cli.serving import (
     device_rank,
@@ -56,6 +56,7 @@ app.command()(init)
 app.command()(train)
 app.command()(config)
 app.command("eval")(evaluate)
+app.command()(lr_find)
 app.command()(merge)
 app.command()(view)
 app.command()(show)

@@ -1,4 +1,4 @@
-"""`tinkerscript init | config | train | eval | merge`: from an example to a trained model."""
+"""`tinkerscript init | config | train | eval | lr-find | merge`: from an example to a trained model."""
 
 from __future__ import annotations
 
@@ -155,6 +155,19 @@ def evaluate(
             log_dir=log_dir,
         )
         run_to_exit(evaluate_command(options, console()))
+
+
+def lr_find(
+    run: Annotated[Path, typer.Argument(help="Folder of a run that has recorded a step or more.")],
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="key.sub=value, overrides the run's config. Repeatable.")
+    ] = None,
+) -> None:
+    """Measure how far a step moves the policy at each learning rate, on the first groups of a run."""
+    with one_line_errors():
+        with extra("all"):
+            from tinkerscript.commands.lr_find import lr_find_command
+        run_to_exit(lr_find_command(run, override or [], console()))
 
 
 def merge(

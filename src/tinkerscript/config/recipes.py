@@ -23,6 +23,7 @@ RecipeName = Literal[
     "ppo_clip",
     "reinforce_pp",
     "reinforce_pp_baseline",
+    "spo",
     "maxrl",
     "gdpo",
     "pass_k",
@@ -134,6 +135,17 @@ RECIPES: Mapping[str, Recipe] = {
             "loss_mean": "tokens",
         },
         "Hu et al. 2025, arXiv:2501.03262",
+    ),
+    "spo": Recipe(
+        {
+            "advantage_baseline": "sample_mean",
+            "advantage_scale": "batch_deviation",
+            "loss_fn": "ppo",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "loss_mean": "tokens",
+        },
+        "Xu and Ding 2025, arXiv:2509.13232",
     ),
     "maxrl": Recipe(
         {

@@ -225,6 +225,12 @@ class RunConfig(Section):
                 f"training.distillation.teacher: {distillation.teacher!r} is not one of the roles of kind: "
                 f"frozen, which are {frozen or 'none'}"
             )
+        if distillation.top_k and (role.base_url or self.engine.backend != "embedded"):
+            raise ValueError(
+                f"training.distillation.top_k: {distillation.top_k} needs a teacher in the trainer, because "
+                "other servers score only given tokens: use engine.backend: embedded and a role without "
+                "base_url, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -232,6 +238,15 @@ class RunConfig(Section):
         if self.training.curriculum.by != "none" and not self.all_tasks:
             raise ValueError(
                 "training.curriculum chooses among the samples of a task: set task.name, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _means_are_of_samples(self) -> RunConfig:
+        if self.training.advantage_baseline == "sample_mean" and not self.all_tasks:
+            raise ValueError(
+                "training.advantage_baseline: sample_mean is the mean of a task's sample: set task.name, or "
+                "use running_mean"
             )
         return self
 

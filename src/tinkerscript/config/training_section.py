@@ -19,6 +19,9 @@ KL_LOSSES = ("kl_k1", "kl_k2", "kl_k3", "kl_unbiased")
 
 Bounds = tuple[float, float]  # [low, high], both inclusive.
 
+# Advantages that use rewards of earlier steps.
+PAST_RULES = ("running_mean", "sample_mean", "running_deviation")
+
 Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -120,6 +123,16 @@ class DistillationConfig(Section):
     """Weight of the task's reward, relative to the teacher's divergence. 0: only the teacher counts, and a
     group may have one episode."""
 
+    top_k: int = Field(default=0, ge=0)
+    """Train on the divergence from the teacher over its `top_k` most probable tokens and the remainder, as a
+    loss, instead of the sampled token's as a reward. Needs a teacher in the trainer. 0: off."""
+
+    @model_validator(mode="after")
+    def _candidates_have_a_teacher(self) -> DistillationConfig:
+        if self.top_k and not self.teacher:
+            raise ValueError(f"top_k: {self.top_k} takes the most probable tokens of a teacher: set teacher")
+        return self
+
     @property
     def is_pure(self) -> bool:
         """Whether the teacher alone decides, without the task's reward."""
@@ -177,6 +190,15 @@ class CurriculumConfig(Section):
     """Minimum reward that counts as solved, for episodes that report no `is_success`."""
 
 
+class EntropyConfig(Section):
+    target: float = Field(default=0.0, ge=0)
+    """Entropy in nats per token. In a step below it, the bonus acts and its weight grows by `delta`; in a
+    step above it, the bonus is off and its weight shrinks by `delta`. 0: off."""
+
+    delta: float = Field(default=0.005, gt=0)
+    """Change of the weight per step, which begins at 0 and is never negative."""
+
+
 class TrainingConfig(Section):
     recipe: RecipeName = ""
     """A published algorithm, which sets its paper's keys (docs/recipes.md). Keys that you give win; `train
@@ -189,7 +211,8 @@ class TrainingConfig(Section):
     """Groups per step, each of another sample."""
 
     group_size: int = Field(default=8, ge=1)
-    """Episodes per group. 1 is possible only for distillation without the task's reward."""
+    """Episodes per group. 1 is possible for distillation without the task's reward, and if neither baseline
+    nor scale of the advantages is the group's."""
 
     batch_rule: Literal["groups", "differing_groups"] = "groups"
     """When a batch is complete: with enough complete `groups`, or with enough groups that have different
@@ -247,13 +270,20 @@ class TrainingConfig(Section):
     epochs_per_batch: int = Field(default=1, ge=1)
     """Passes over a batch, each reshuffled."""
 
-    advantage_baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
+    advantage_baseline: Literal["group_mean", "leave_one_out", "running_mean", "sample_mean", "none"] = (
+        "group_mean"
+    )
     """What is subtracted from an episode's reward: the mean of its group, the mean of the group's other
-    episodes (`leave_one_out`), or nothing (`none`; needs `advantage_scale: batch_deviation`)."""
+    episodes (`leave_one_out`), the mean of all rewards of the run so far (`running_mean`), the moving mean of
+    its sample's earlier rewards (`sample_mean`), or nothing (`none`; needs `advantage_scale:
+    batch_deviation`)."""
 
-    advantage_scale: Literal["none", "group_deviation", "group_mean", "batch_deviation"] = "none"
-    """What the difference is divided by: nothing, the group's standard deviation or mean, or the standard
-    deviation over all tokens of the step (docs/training.md#advantages)."""
+    advantage_scale: Literal[
+        "none", "group_deviation", "group_mean", "batch_deviation", "running_deviation"
+    ] = "none"
+    """What the difference is divided by: nothing, the group's standard deviation or mean, the standard
+    deviation over all tokens of the step, or that of all rewards of the run so far
+    (docs/training.md#advantages)."""
 
     pass_k: int = Field(default=1, ge=1)
     """Pass@k training: an episode's reward becomes the mean, over all sets of k episodes of its group that
@@ -280,6 +310,10 @@ class TrainingConfig(Section):
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """Share of the step's tokens that train: those with the highest entropy."""
 
+    adaptive_entropy: EntropyConfig = Field(default_factory=EntropyConfig)
+    """An entropy bonus with a weight that adapts, as in Skywork-OR1. For a fixed weight, use `entropy` in
+    `loss_config`."""
+
     credit: CreditConfig = Field(default_factory=CreditConfig)
     """How rewards of single model calls are used (docs/rewards.md)."""
 
@@ -289,6 +323,10 @@ class TrainingConfig(Section):
     kl_penalty_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the start policy, subtracted from each token's reward. 0: off. To add
     it to the loss, use `kl_k1`, `kl_k2`, `kl_k3` or `kl_unbiased` in `loss_config`."""
+
+    kl_reference_every: int = Field(default=0, ge=0)
+    """Steps after which the policy becomes the reference of the divergences above and in `loss_config`, again
+    and again. 0: they are from the start policy throughout."""
 
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     """Training on a teacher's scores (docs/training.md)."""
@@ -338,7 +376,13 @@ class TrainingConfig(Section):
     @property
     def min_group(self) -> int:
         """Episodes that a group needs to train. Smaller groups are dropped and counted."""
-        return 1 if self.distillation.is_pure else max(2, self.pass_k)
+        compares = (
+            self.advantage_baseline in ("group_mean", "leave_one_out")
+            or self.advantage_scale in ("group_deviation", "group_mean")
+            or bool(self.reward_weights)
+            or self.judge.is_on
+        )
+        return max(2, self.pass_k) if compares and not self.distillation.is_pure else 1
 
     @property
     def kl_losses(self) -> list[str]:
@@ -358,8 +402,9 @@ class TrainingConfig(Section):
             )
         if self.group_size < self.min_group:
             raise ValueError(
-                "group_size: 1 leaves nothing to compare an episode with: set 2 or more, or train on a "
-                "teacher alone (distillation.teacher, and distillation.reward_coef: 0)"
+                "group_size: 1 leaves nothing to compare an episode with: set 2 or more, take a baseline "
+                "beyond the group (advantage_baseline: sample_mean) without a judge, or train on a teacher "
+                "alone (distillation.teacher, and distillation.reward_coef: 0)"
             )
         if self.distillation.is_pure and self.judge.is_on:
             raise ValueError(
@@ -370,6 +415,13 @@ class TrainingConfig(Section):
             raise ValueError(
                 "batch_rule: differing_groups would replace groups that distillation without the task's "
                 "reward trains on; leave it out, or set distillation.reward_coef"
+            )
+        if self.batch_rule == "differing_groups" and (
+            self.group_size == 1 or self.advantage_baseline in ("running_mean", "sample_mean")
+        ):
+            raise ValueError(
+                "batch_rule: differing_groups would replace groups of equal rewards, on which "
+                f"advantage_baseline: {self.advantage_baseline} trains: leave one of them out"
             )
         return self
 
@@ -386,7 +438,10 @@ class TrainingConfig(Section):
                     [f"advantage_baseline: {self.advantage_baseline}"]
                     * (self.advantage_baseline != "group_mean")
                 ),
-                *(["advantage_scale: group_mean"] * (self.advantage_scale == "group_mean")),
+                *(
+                    [f"advantage_scale: {self.advantage_scale}"]
+                    * (self.advantage_scale in ("group_mean", "running_deviation"))
+                ),
                 *(["reward_weights"] * bool(self.reward_weights)),
             ]
             if wrong:
@@ -408,11 +463,36 @@ class TrainingConfig(Section):
                     f"{name} is taken off the reward, and this run trains on {instead} in its place: leave "
                     "one of them out"
                 )
+        if self.distillation.top_k and (self.top_entropy < 1 or self.rollout_correction.is_on):
+            other = "top_entropy" if self.top_entropy < 1 else "rollout_correction"
+            raise ValueError(
+                f"distillation.top_k: {self.distillation.top_k} is a loss of all tokens, and {other} changes "
+                "only advantages: leave one of them out"
+            )
         if self.recipe == "gdpo" and not self.reward_weights:
             raise ValueError(
                 "recipe: gdpo adds up several scores: name them and their weights in reward_weights, such as "
                 "{correct: 1, format: 0.2}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _past_rewards_are_comparable(self) -> TrainingConfig:
+        rules = {"advantage_baseline": self.advantage_baseline, "advantage_scale": self.advantage_scale}
+        named = [f"{name}: {value}" for name, value in rules.items() if value in PAST_RULES]
+        is_per_call = self.credit.level == "state" or self.credit.discount != 1
+        clashes = {
+            "reward_weights, which divides each score by its deviation in the group": self.reward_weights,
+            f"replay_uses: {self.replay_uses}, because the past has the replayed rewards already": (
+                self.replay_uses > 1
+            ),
+            "distillation without the task's reward (reward_coef: 0)": self.distillation.is_pure,
+            f"credit (level: {self.credit.level}, discount: {self.credit.discount:g}), which compares "
+            "single calls": is_per_call and self.advantage_baseline in PAST_RULES,
+        }
+        for other, is_set in clashes.items():
+            if named and is_set:
+                raise ValueError(f"{named[0]} does not go with {other}: leave out one of them")
         return self
 
     @model_validator(mode="after")
@@ -425,11 +505,24 @@ class TrainingConfig(Section):
                 "rollout_correction.bypass takes the sampler's instead: leave out bypass, or "
                 "take the divergence as a loss (loss_config.kl_k3)"
             )
-        if self.top_entropy < 1:
+        if self.top_entropy < 1 or self.adaptive_entropy.target:
+            name = "top_entropy" if self.top_entropy < 1 else "adaptive_entropy"
             raise ValueError(
-                "top_entropy: the entropies come from the forward pass that rollout_correction.bypass saves: "
+                f"{name}: the entropies come from the forward pass that rollout_correction.bypass saves: "
                 "leave out one or the other"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_entropy_bonus(self) -> TrainingConfig:
+        given = self.adaptive_entropy
+        if given.target and self.loss_config.get("entropy"):
+            raise ValueError(
+                f"adaptive_entropy and loss_config.entropy: {self.loss_config['entropy']:g} both set the "
+                "weight of the entropy bonus: leave out one of them"
+            )
+        if "delta" in given.model_fields_set and not given.target and given.delta != EntropyConfig().delta:
+            raise ValueError("adaptive_entropy.delta needs adaptive_entropy.target, the entropy to aim at")
         return self
 
     @model_validator(mode="after")

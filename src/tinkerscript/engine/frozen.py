@@ -10,6 +10,8 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import tinker
@@ -29,8 +31,24 @@ from tinkerscript.engine.weights import LoraSettings, load_model
 NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
 
 
+class TopLogprobs(NamedTuple):
+    """Of a sequence under a frozen model. Position 0 has no context and is 0."""
+
+    own: NDArray[np.float32]
+    """[T]: of the sequence's tokens."""
+
+    ids: NDArray[np.int64]
+    """[T, K]: the most probable tokens at each position."""
+
+    values: NDArray[np.float32]
+    """[T, K]: their logprobs."""
+
+
 class FrozenWeights:
-    def __init__(self, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer) -> None:
+    def __init__(
+        self, base: FrozenBase, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer
+    ) -> None:
+        self._base = base  # `FrozenModels` forgets a base that nothing uses.
         self.context = context
         self.sampling = sampling
         self._trainer = trainer
@@ -48,6 +66,30 @@ class FrozenWeights:
         given = temperatures or [np.ones(len(ids), np.float32) for ids in sequences]
         return self.context.thread.call_in_slices(lambda: self._scoring(sequences, given))
 
+    def top_logprobs(
+        self,
+        sequences: Sequence[NDArray[np.int32]],
+        temperatures: Sequence[NDArray[np.float32]],
+        top: int,
+    ) -> Future[list[TopLogprobs]]:
+        """`logprobs`, with those of the `top` most probable tokens at each position."""
+        return self.context.thread.call_in_slices(lambda: self._scoring_top(sequences, temperatures, top))
+
+    def _scoring_top(
+        self, sequences: Sequence[NDArray[np.int32]], temperatures: Sequence[NDArray[np.float32]], top: int
+    ) -> Generator[None, None, list[TopLogprobs]]:
+        trainer = Trainer(self._trainer.weights, share_prefixes=self._base.shares_prefixes, top=top)
+        datums = list(map(_every_token, sequences, temperatures))
+        output = yield from trainer.slices(datums, "cross_entropy", None, backward=False)
+        found: list[TopLogprobs] = []
+        for ids, result in zip(sequences, output.loss_fn_outputs, strict=True):
+            own, tokens = np.zeros(len(ids), np.float32), np.zeros((len(ids), top), np.int64)
+            values = np.zeros((len(ids), top), np.float32)
+            for whole, name in ((own, "logprobs"), (tokens, "top_ids"), (values, "top_logprobs")):
+                whole[1:] = result[name].to_numpy().reshape(whole[1:].shape)
+            found.append(TopLogprobs(own, tokens, values))
+        return found
+
     def _scoring(
         self, sequences: Sequence[NDArray[np.int32]], temperatures: Sequence[NDArray[np.float32]]
     ) -> Generator[None, None, list[NDArray[np.float32]]]:
@@ -60,7 +102,7 @@ class FrozenWeights:
         return rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class FrozenBase:
     lora: LoraBase
     context: EngineContext
@@ -71,7 +113,7 @@ class FrozenBase:
         weights = self.lora.new_adapter(NO_CHANGE) if folder is None else self.lora.adapter_of(folder)
         decoder = self.lora.plain if folder is None else weights.decoder()
         trainer = Trainer(weights, share_prefixes=self.shares_prefixes)
-        return FrozenWeights(self.context, freeze(self.context, lambda: decoder), trainer)
+        return FrozenWeights(self, self.context, freeze(self.context, lambda: decoder), trainer)
 
 
 class FrozenModels:
@@ -79,7 +121,10 @@ class FrozenModels:
         self, context: EngineContext, own: FrozenBase | None, *, device: str, dtype: torch.dtype
     ) -> None:
         self._context = context
-        self._bases = {} if own is None else {context.folder.resolve(): own}
+        self._own = own
+        self._bases = WeakValueDictionary[Path, FrozenBase]()
+        if own is not None:
+            self._bases[context.folder.resolve()] = own
         self._device = device
         self._dtype = dtype
         self._loading = threading.Lock()
@@ -88,9 +133,9 @@ class FrozenModels:
         """Loads on the caller's thread, while the engine keeps running. Raises EngineError."""
         with self._loading:
             key = folder.resolve()
-            if key not in self._bases:
-                self._bases[key] = self._load(folder)
-            base = self._bases[key]
+            base = self._bases.get(key)
+            if base is None:
+                base = self._bases[key] = self._load(folder)
         return self._context.thread.call(lambda: base.with_adapter(adapter)).result()
 
     def _load(self, folder: Path) -> FrozenBase:

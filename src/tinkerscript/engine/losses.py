@@ -61,11 +61,20 @@ COVARIANT = "covariant"
 """Input: 1 for tokens with an outstanding covariance of advantage and logprob in the whole batch, else 0
 (`train.token_advantages.covariant_tokens`)."""
 
+CANDIDATES, TEACHER = "candidates", "teacher_logprobs"
+"""Inputs, int64 and float32 [T, K]: a teacher's K most probable tokens at each position, and their logprobs
+under it. They add KL(policy, teacher) over these tokens, with the remainder as one more, times `SCALE`."""
+
+CANDIDATE_LOGPROBS = "candidate_logprobs"
+"""Input where `CANDIDATES` is one, float32 [T, K]: the model's, with gradient."""
+
 CHOSEN_EXPERTS = "experts"
 """Not for losses: int64 [T, n], the bytes of the experts to choose at each token (`Routing.packed`), 8 in a
 number."""
 
-OPTIONAL_INPUTS = frozenset({MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT, CHOSEN_EXPERTS})
+OPTIONAL_INPUTS = frozenset(
+    {MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT, CHOSEN_EXPERTS, CANDIDATES, TEACHER}
+)
 
 SKIPPED_STEPS = "skipped_steps"
 
@@ -279,7 +288,18 @@ def _with_terms(
         losses = losses + settings[name] * inputs[SCALE] * _divergence(name, logprobs, inputs)
     if weight := settings.get("entropy"):
         losses = losses - weight * inputs[SCALE] * inputs[ENTROPY]
+    if TEACHER in inputs:
+        apart = divergence_of_candidates(inputs[CANDIDATE_LOGPROBS], inputs[TEACHER])
+        losses = losses + inputs[SCALE] * torch.where(inputs[MASK], apart, 0.0)
     return losses
+
+
+def divergence_of_candidates(policy: Tensor, teacher: Tensor) -> Tensor:
+    """KL(policy, teacher) in nats (T,), from logprobs (T, K) of the same tokens, with the remainders of both
+    as one more token. It is at most the divergence of the whole distributions."""
+    rests = [(1 - each.exp().sum(-1, keepdim=True)).clamp(min=TINY).log() for each in (policy, teacher)]
+    p, t = (torch.cat([each, rest], -1) for each, rest in zip((policy, teacher), rests, strict=True))
+    return (p.exp() * (p - t)).sum(-1)
 
 
 def _divergence(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -379,6 +399,7 @@ def target_logprobs(
     rows: int | None = None,
     with_entropies: bool = False,
     entropy_gradients: bool = False,
+    top: int = 0,
 ) -> Tensor:
     """Logprobs (S,) of targets (S,), float32 or wider, each given the token at its place.
 
@@ -391,10 +412,13 @@ def target_logprobs(
         rows: Tokens with logits in memory at once (None: `logits_rows`). Backward recomputes further chunks.
         with_entropies: Return (2, S), with entropies in nats in the second row.
         entropy_gradients: Give the entropies gradients.
+        top: Return (1 + 2 K, S), with the K highest logprobs and their ids in further rows, for `top` K.
     """
     of_chunk: Any = _with_entropies if with_entropies else _TargetLogprobs.apply
     if entropy_gradients:
         of_chunk = _LogprobsAndEntropies.apply
+    if top:
+        of_chunk = partial(_with_top, top)
     if temperatures is not None and (temperatures == 1).all():
         temperatures = None
     with redirected(model, partial(_forward, model, inputs, places, targets, temperatures, rows, of_chunk)):
@@ -523,6 +547,18 @@ def _with_entropies(logits: Tensor, temperatures: Tensor | None, places: Tensor,
     normalizers = wide.logsumexp(-1)
     logprobs = wide[places, targets] - normalizers[places]
     return torch.stack([logprobs, _entropies(wide, normalizers)[places]])
+
+
+def _with_top(
+    top: int, logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor
+) -> Tensor:
+    wide = _scaled(logits, temperatures)
+    normalizers = wide.logsumexp(-1)
+    found = wide.topk(top)
+    values = (found.values - normalizers[:, None])[places].T
+    # float32 holds ids up to 2^24.
+    own = (wide[places, targets] - normalizers[places])[None]
+    return torch.cat([own, values, found.indices[places].T.to(own.dtype)])
 
 
 def _entropies(logits: Tensor, normalizers: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,12 +28,15 @@ from transformers import PreTrainedModel
 from tinkerscript.engine.context import EngineContext, exact_context
 from tinkerscript.engine.decoder import Decoder, HubDecoder, text_config_of
 from tinkerscript.engine.losses import (
+    CANDIDATE_LOGPROBS,
+    CANDIDATES,
     CHOSEN_EXPERTS,
     ENTROPY,
     MASK,
     OPTIONAL_INPUTS,
     SEQUENCE,
     SKIPPED_STEPS,
+    TEACHER,
     TEMPERATURES,
     ConfiguredLoss,
     resolve_loss,
@@ -141,15 +144,18 @@ class Trainer:
         share_prefixes: bool = False,
         compute_dtype: torch.dtype = torch.float32,
         routing: Routing | None = None,
+        top: int = 0,
     ) -> None:
         """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: of matrix
-        products (torch's autocast); weights and moments stay float32. `routing`: replays `CHOSEN_EXPERTS`."""
+        products (torch's autocast); weights and moments stay float32. `routing`: replays `CHOSEN_EXPERTS`.
+        `top`: how many of the most probable tokens to return besides the targets', without a loss of their
+        own."""
         self.weights = weights
         self.model = model = weights.model
         self._microbatch_tokens = microbatch_tokens or tokens_of_microbatch(model.device)
         self._pair_cost = pair_cost(model) if share_prefixes else None
         self._segments = takes_segments(model)
-        self._compute_dtype = compute_dtype
+        self._compute_dtype, self._top = compute_dtype, top
         self._routing = routing
         self._max_context = exact_context(model.config)
         self.reset_optimizer()
@@ -251,10 +257,7 @@ class Trainer:
         return tinker.ForwardBackwardOutput(
             loss_fn_output_type="ArrayRecord",
             loss_fn_outputs=[
-                {
-                    name: tinker.TensorData.from_numpy(row)
-                    for name, row in zip(("logprobs", "entropies"), np.atleast_2d(rows), strict=False)
-                }
+                {name: tinker.TensorData.from_numpy(row) for name, row in _named(np.atleast_2d(rows))}
                 for rows in outputs
             ],
             metrics={"loss:sum": loss_sum},
@@ -279,7 +282,10 @@ class Trainer:
                 f"got {float(temperatures.min())}"
             )
         vocabulary = text_config_of(self.model).vocab_size
-        for name, tokens in (("model_input", ids), ("target_tokens", inputs["target_tokens"])):
+        for name, tokens in (
+            ("model_input", ids),
+            *((name, inputs[name]) for name in ("target_tokens", CANDIDATES) if name in inputs),
+        ):
             if tokens.min() < 0 or tokens.max() >= vocabulary:
                 raise EngineRequestError(f"datum {index}: {name} has ids outside [0, {vocabulary})")
         return Example(index, ids, inputs, experts)
@@ -313,7 +319,8 @@ class Trainer:
                 "and at least one is needed"
             )
         for name, value in inputs.items():
-            if value.shape != ids.shape:
+            shape = value.shape[:1] if name in (CANDIDATES, TEACHER) else value.shape
+            if shape != ids.shape:
                 raise EngineRequestError(
                     f"{where}: model_input has {len(ids)} tokens, so loss_fn_inputs.{name} must have "
                     f"shape [{len(ids)}]; it has shape {list(value.shape)}"
@@ -344,6 +351,12 @@ class Trainer:
         members = [examples[index] for index, _ in packed.sequences]
         arrays = {name: np.concatenate([e.inputs[name] for e in members]) for name in members[0].inputs}
         temperatures = arrays.pop(TEMPERATURES).astype(np.float32, copy=False)
+        places, targets = packed.places, arrays["target_tokens"]
+        if (candidates := arrays.pop(CANDIDATES, None)) is not None:
+            number = candidates.shape[1]
+            targets = np.concatenate([targets, candidates.astype(np.int64).reshape(-1)])
+            places = np.concatenate([places, places.repeat(number)])
+            temperatures = np.concatenate([temperatures, temperatures.repeat(number)])
         inputs = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         lengths = torch.tensor([length for _, length in packed.sequences])
         inputs[SEQUENCE] = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
@@ -351,14 +364,20 @@ class Trainer:
             found = target_logprobs(
                 self.model,
                 packed.inputs,
-                packed.places,
-                inputs["target_tokens"],
+                places,
+                torch.from_numpy(targets).to(device),
                 temperatures=temperatures,
                 with_entropies=entropies,
                 entropy_gradients=losses_of.needs_entropy,
+                top=self._top,
             )
+        if candidates is not None:
+            found, others = found.split([len(packed.places), candidates.size], -1)
+            inputs[CANDIDATE_LOGPROBS] = (others if others.dim() == 1 else others[0]).view(candidates.shape)
         if found.dim() == 1:
             return found, losses_of(found, inputs).sum()
+        if self._top:
+            return found, losses_of(found[0], inputs).sum()
         logprobs, inputs[ENTROPY] = found
         return found, losses_of(logprobs, inputs).sum()
 
@@ -455,6 +474,17 @@ class Trainer:
     def _drop_gradients(self) -> None:
         for parameter in self.weights.parameters:
             parameter.grad = None
+
+
+def _named(rows: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Of `target_logprobs`: (1, T), (2, T) with entropies, or (1 + 2 K, T) with the most probable tokens."""
+    top = len(rows) // 2 if len(rows) > 2 else 0
+    yield "logprobs", rows[0]
+    if len(rows) == 2:
+        yield "entropies", rows[1]
+    if top:
+        yield "top_logprobs", rows[1 : top + 1].T.copy()
+        yield "top_ids", rows[top + 1 :].T.astype(np.int64)
 
 
 def run_to_end(work: Generator[None, None, T]) -> T:

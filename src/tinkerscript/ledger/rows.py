@@ -328,6 +328,9 @@ class CheckpointRow(Row, frozen=True, kw_only=True):
     curriculum: bytes = b"{}"
     """JSON: pass rates of the samples that have trained. Empty without a curriculum."""
 
+    learners: bytes = b"{}"
+    """JSON: trained role (empty: the policy) -> `train.learner.LearnerState`."""
+
     undone: int = STANDS
 
 

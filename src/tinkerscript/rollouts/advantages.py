@@ -2,6 +2,7 @@
 
     at_end, evenly, discounted, by_call   a reward as shares of the sampled tokens
     AdvantageRule                         which baseline and scale
+    Moments, SampleMean                   the rewards of earlier steps
     whitened                              a batch's advantages over their deviation
     RolloutGroup                          the G episodes of one sample; gives advantages
     RolloutBatch                          the groups of one training step
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from math import comb
 from typing import Literal, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,8 +36,58 @@ Doubles = npt.NDArray[np.float64]
 # Keeps rounding differences from giving large advantages.
 EPSILON = 1e-6
 
-Baseline = Literal["group_mean", "leave_one_out", "none"]
-Scale = Literal["none", "group_deviation", "group_mean", "batch_deviation"]
+Baseline = Literal["group_mean", "leave_one_out", "running_mean", "sample_mean", "none"]
+Scale = Literal["none", "group_deviation", "group_mean", "batch_deviation", "running_deviation"]
+
+PAST_BASELINES = ("running_mean", "sample_mean")
+"""Baselines from rewards outside of the group."""
+
+
+class Moments(msgspec.Struct, frozen=True):
+    """Count, mean and squared differences from the mean of all rewards so far."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def adding(self, rewards: Sequence[float]) -> Moments:
+        """Chan, Golub and LeVeque 1983, "Algorithms for Computing the Sample Variance", equations 2.1."""
+        if not rewards:
+            return self
+        r = np.asarray(rewards, dtype=np.float64)
+        count, apart = self.count + len(r), float(r.mean()) - self.mean
+        return Moments(
+            count,
+            self.mean + apart * len(r) / count,
+            self.squares + float(((r - r.mean()) ** 2).sum()) + apart**2 * self.count * len(r) / count,
+        )
+
+    @property
+    def deviation(self) -> float:
+        """The sample standard deviation; 1 if all rewards are equal."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.squares > 0 else 1.0
+
+
+# A sample's mean reward remembers about 1 / (1 - MEMORY) of its groups: the shortest memory of SPO's tracker.
+MEMORY = 0.875
+
+
+class SampleMean(msgspec.Struct, frozen=True, array_like=True):
+    """The mean reward of a sample's episodes, in which a group counts `MEMORY` times as much as the next.
+
+    With rewards of 0 and 1 this is the value tracker of SPO with a constant rho and without prior counts (Xu
+    and Ding 2025, "Single-stream Policy Optimization", arXiv:2509.13232).
+    """
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def adding(self, rewards: Sequence[float]) -> SampleMean:
+        return SampleMean(MEMORY * self.total + sum(rewards), MEMORY * self.weight + len(rewards))
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +97,13 @@ class AdvantageRule:
     baseline: Baseline = "group_mean"
     """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training").
     `leave_one_out`: the mean of the other G - 1 rewards (Ahmadian et al. 2024, "Back to Basics"), which
-    makes advantages G / (G - 1) times as large. `none`: 0."""
+    makes advantages G / (G - 1) times as large. `running_mean` and `sample_mean`: `RolloutGroup.past`.
+    `none`: 0."""
 
     scale: Scale = "none"
     """`group_deviation`: the sample standard deviation of r (Shao et al. 2024, "DeepSeekMath").
     `group_mean`: the mean of r (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
-    `batch_deviation`: 1 here; `whitened` divides later."""
+    `running_deviation`: `RolloutGroup.past`. `batch_deviation`: 1 here; `whitened` divides later."""
 
     pass_k: int = 1
     """Above 1, r is an episode's mean best reward over all sets of this many episodes that include it.
@@ -63,21 +116,29 @@ class AdvantageRule:
     @property
     def spans_groups(self) -> bool:
         """Whether groups with equal rewards train too."""
-        return self.scale == "batch_deviation"
+        return self.scale == "batch_deviation" or self.baseline in PAST_BASELINES
 
-    def baselines(self, rewards: Sequence[float]) -> Doubles:
+    @property
+    def uses_past(self) -> bool:
+        return self.baseline in PAST_BASELINES or self.scale == "running_deviation"
+
+    def baselines(self, rewards: Sequence[float], past: Past | None = None) -> Doubles:
         """float64 [G]. Raises ValueError for `leave_one_out` with a single episode."""
         r = np.asarray(rewards, dtype=np.float64)
         if self.baseline == "none":
             return np.zeros(len(r))
+        if self.baseline in PAST_BASELINES:
+            return np.full(len(r), _known(past).mean)
         if self.baseline == "group_mean":
             return np.full(len(r), r.mean())
         if len(r) < 2:
             raise ValueError("leave_one_out needs a group of two episodes or more")
         return (r.sum() - r) / (len(r) - 1)
 
-    def divisor(self, rewards: Sequence[float]) -> float:
+    def divisor(self, rewards: Sequence[float], past: Past | None = None) -> float:
         """1 for `none` and equal rewards. Infinite for `group_mean` without a positive mean."""
+        if self.scale == "running_deviation":
+            return _known(past).deviation + EPSILON
         if self.scale in ("none", "batch_deviation") or max(rewards) == min(rewards):
             return 1.0
         r = np.asarray(rewards, dtype=np.float64)
@@ -85,12 +146,12 @@ class AdvantageRule:
             return float(np.std(r, ddof=1)) + EPSILON
         return float(r.mean()) + EPSILON if r.mean() > 0 else math.inf
 
-    def of(self, rewards: Sequence[float]) -> Doubles:
+    def of(self, rewards: Sequence[float], past: Past | None = None) -> Doubles:
         """float64 [G]"""
         if self.pass_k > 1:
             return self._of_sets(np.asarray(rewards, dtype=np.float64))
-        above = np.asarray(rewards, dtype=np.float64) - self.baselines(rewards)
-        return above / self.divisor(rewards)
+        above = np.asarray(rewards, dtype=np.float64) - self.baselines(rewards, past)
+        return above / self.divisor(rewards, past)
 
     def _of_sets(self, rewards: Doubles) -> Doubles:
         """For `pass_k` above 1. Raises ValueError for a smaller group."""
@@ -115,6 +176,20 @@ class AdvantageRule:
 
 
 PLAIN = AdvantageRule()
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Of rewards outside of a group."""
+
+    mean: float
+    deviation: float
+
+
+def _known(past: Past | None) -> Past:
+    if past is None:
+        raise ValueError("a group without `past` has no running_mean, sample_mean or running_deviation")
+    return past
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +223,8 @@ class RolloutGroup:
 
     group_id: str
     episodes: tuple[EpisodeRollouts, ...]
+    past: Past | None = None
+    """For rules that use more than the group's rewards."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a reward above 1e6 in magnitude (`errors.MAX_REWARD`)."""
@@ -159,14 +236,14 @@ class RolloutGroup:
                 )
 
     def advantages(self, rule: AdvantageRule = PLAIN) -> FloatArray:
-        """float32 [G]. All 0 for equal rewards, unless the baseline is `none`."""
+        """float32 [G]. All 0 for equal rewards, if they are compared with each other."""
         if rule.weights:
             scale = AdvantageRule(rule.baseline, "group_deviation")
             parts = [weight * scale.of(self._scores(name)) for name, weight in rule.weights.items()]
             return np.sum(parts, axis=0).astype(np.float32)
-        if not self.rewards_differ and rule.baseline != "none":
+        if not self.rewards_differ and rule.baseline in ("group_mean", "leave_one_out"):
             return np.zeros(len(self.episodes), dtype=np.float32)
-        return rule.of(self.rewards).astype(np.float32)
+        return rule.of(self.rewards, self.past).astype(np.float32)
 
     def _scores(self, name: str) -> list[float]:
         return [episode.scores[name] for episode in self.episodes]
@@ -177,7 +254,8 @@ class RolloutGroup:
         A token's advantage is its return (`Rollout.returns`, or the episode's reward) minus its episode's
         baseline, divided by the group's scale.
         """
-        baselines, divisor = rule.baselines(self.rewards), rule.divisor(self.rewards)
+        baselines = rule.baselines(self.rewards, self.past)
+        divisor = rule.divisor(self.rewards, self.past)
         advantages = self.advantages(rule).tolist()
         for episode, advantage, baseline in zip(self.episodes, advantages, baselines, strict=True):
             for rollout in episode.rollouts:

@@ -15,7 +15,14 @@ from typing import Literal
 
 import numpy as np
 
-from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, Doubles, RolloutGroup, WeightedRollout
+from tinkerscript.rollouts.advantages import (
+    PAST_BASELINES,
+    PLAIN,
+    AdvantageRule,
+    Doubles,
+    RolloutGroup,
+    WeightedRollout,
+)
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 CreditLevel = Literal["episode", "turn", "state"]
@@ -64,14 +71,14 @@ class Credit:
             values = [float(returns[place][turn]) for place, turn in places]
             if rule.baseline != "none" and (len(values) < 2 or max(values) == min(values)):
                 continue
-            above = (np.asarray(values) - rule.baselines(values)) / rule.divisor(values)
+            above = (np.asarray(values) - rule.baselines(values)) / rule.divisor(values, group.past)
             for (place, turn), advantage in zip(places, above.tolist(), strict=True):
                 found[place][turn] += advantage
         return found
 
     def _is_of_episodes(self, group: RolloutGroup, rule: AdvantageRule) -> bool:
-        # Pass@k and named scores are defined only for whole episodes.
-        if self.level == "episode" or rule.pass_k > 1 or rule.weights:
+        # Pass@k, named scores and the means of other episodes are defined only for whole episodes.
+        if self.level == "episode" or rule.pass_k > 1 or rule.weights or rule.baseline in PAST_BASELINES:
             return True
         has_own = any(episode.call_rewards for episode in group.episodes)
         return self.level == "turn" and self.discount == 1 and not has_own

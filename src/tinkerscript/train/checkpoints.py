@@ -57,6 +57,7 @@ class RunCheckpoints:
         with self._parts.progress.waiting(f"the checkpoint of step {step}"):
             await self.write(self._parts.folder.checkpoint_name(step))
         roles = {each.role: each.report.as_json() for each in self._roles}
+        learners = {each.role: each.state for each in (self._own, *self._roles)}
         row = CheckpointRow(
             step=step,
             time=time.time(),
@@ -65,6 +66,7 @@ class RunCheckpoints:
             report=msgspec.json.encode(self._own.report.as_json()),
             role_reports=msgspec.json.encode(roles),
             curriculum=self._curriculum.state() if self._curriculum else b"{}",
+            learners=msgspec.json.encode(learners),
         )
         async with asyncio.timeout(within_s):
             await self._parts.ledger.commit([row])

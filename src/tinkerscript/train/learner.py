@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
+import msgspec
 import numpy as np
 import tinker
 from tinker.types import LossFnType
 
 from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.losses import (
+    CANDIDATES,
     CHOSEN_EXPERTS,
     CLIP,
     COVARIANT,
@@ -24,6 +26,7 @@ from tinkerscript.engine.losses import (
     SAMPLER,
     SCALE,
     START,
+    TEACHER,
     TEMPERATURES,
 )
 from tinkerscript.errors import AlignmentError
@@ -31,7 +34,10 @@ from tinkerscript.ledger.rows import Use
 from tinkerscript.rollouts.advantages import (
     PLAIN,
     AdvantageRule,
+    Moments,
+    Past,
     RolloutGroup,
+    SampleMean,
     WeightedRollout,
     whitened,
 )
@@ -83,6 +89,16 @@ class Compared:
     """float32 [T], [0] unused, in nats; None if not reported."""
 
 
+class LearnerState(msgspec.Struct, frozen=True):
+    """What a policy's training keeps from step to step besides weights and replayed groups."""
+
+    rewards: Moments = Moments()
+    samples: dict[str, SampleMean] = {}
+    """By `curriculum.key_of`."""
+
+    entropy_weight: float = 0.0
+
+
 @dataclass(eq=False)
 class Learner:
     """Trains one policy, the run's own or a role's. A step is `take`, `check` and `train`."""
@@ -96,6 +112,8 @@ class Learner:
     start_logprobs: ReferenceLogprobs | None = None
     distillation: Distillation | None = None
     reply_tokens: int = 0
+    state: LearnerState = field(default_factory=LearnerState)
+    """For checkpoints. Changes only in `train`."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -127,7 +145,8 @@ class Learner:
         self._inputs: dict[int, dict[str, FloatArray]] = {}  # float32 [T] each.
         self._old: dict[int, FloatArray] = {}  # float32 [T], before the update.
 
-        # From `check`, for `train`.
+        # From `take` and `check`, for `train`.
+        self._next_state = self.state
         self._batch: list[WeightedRollout] = []
         self._measured: dict[str, float] = {}
 
@@ -150,10 +169,16 @@ class Learner:
 
     # Groups
 
-    def take(self, groups: Iterable[AcceptedGroup], stale: Mapping[str, str] | None = None) -> None:
+    def take(
+        self,
+        groups: Iterable[AcceptedGroup],
+        stale: Mapping[str, str] | None = None,
+        samples: Mapping[str, str] | None = None,
+    ) -> None:
         """Begin a step. A role takes only the episodes that called it.
 
-        `stale`: uuid of a too old episode -> reason. Its reward counts, but it has no sequences.
+        `stale`: uuid of a too old episode -> reason. Its reward counts, but it has no sequences. `samples`:
+        group id -> key of its sample, for `sample_mean`.
         """
         self.stale |= stale or {}
         self.report.begin_step()
@@ -162,11 +187,27 @@ class Learner:
             episodes = [outcome for outcome in accepted if self.has_part_in(outcome)]
             if len(episodes) >= (self.config.min_group if self.role else 0):
                 taken.append(RolloutGroup(group_id, tuple(map(self._merged, episodes))))
+        if self.rule.uses_past:
+            taken = self._with_past(taken, samples or {})
         for group in taken:
             for episode in group.episodes:
                 if episode.episode_uuid not in self.stale:
                     self.report.add_episode(episode)
         self.begin(taken)
+
+    def _with_past(self, groups: list[RolloutGroup], samples: Mapping[str, str]) -> list[RolloutGroup]:
+        """The running moments include this step; the mean of a sample does not."""
+        rewards = self.state.rewards.adding([each for group in groups for each in group.rewards])
+        means, found = dict(self.state.samples), list[RolloutGroup]()
+        for group in groups:
+            mean = rewards.mean
+            if self.rule.baseline == "sample_mean":
+                before = self.state.samples.get(key := samples[group.group_id])
+                means[key] = means.get(key, SampleMean()).adding(group.rewards)
+                mean = before.mean if before else mean
+            found.append(replace(group, past=Past(mean, rewards.deviation)))
+        self._next_state = msgspec.structs.replace(self.state, rewards=rewards, samples=means)
+        return found
 
     def group_again(self, outcomes: Sequence[EpisodeAccepted]) -> RolloutGroup:
         return RolloutGroup(outcomes[0].group_id, tuple(map(self._merged, outcomes)))
@@ -301,7 +342,7 @@ class Learner:
             ]
             for group in groups
         ]
-        if self.rule.spans_groups and any(weighted):
+        if self.rule.scale == "batch_deviation" and any(weighted):
             every = iter(whitened([item for items in weighted for item in items]))
             weighted = [[next(every) for _ in items] for items in weighted]
         if self.distillation is None:
@@ -348,6 +389,7 @@ class Learner:
             and not self.role
             and not config.rollout_correction.is_on
             and config.top_entropy == 1
+            and not config.adaptive_entropy.target
             and COVARIANT not in self._loss.inputs
             and config.epochs_per_batch == 1
             and min(self._minibatches(items), len(items)) == 1
@@ -367,6 +409,8 @@ class Learner:
 
     async def train(self, step: int) -> dict[str, float]:
         """Take one optimizer step per minibatch and epoch. Returns their mean `train/` metrics."""
+        adapted = self._adapt_entropy()
+        self.state = self._next_state
         batch, self._batch = self._batch, []
         computed, self._computed = self._computed, None
         rate = learning_rate(self.config, step, steps=self.config.steps)
@@ -374,6 +418,7 @@ class Learner:
             "train/sequences": float(len(batch)),
             "train/learning_rate": rate,
             **self._measured,
+            **adapted,
         }
         if batch:
             self.advantages = {id(item.rollout): item.advantages for item in batch}
@@ -415,6 +460,8 @@ class Learner:
         if self.distillation is not None:
             episodes = [each for group in (*self.groups, *self.replayed) for each in group.episodes]
             batch, metrics["distillation/teacher_kl"] = await self.distillation.apply(batch, episodes)
+            for name, values in zip((CANDIDATES, TEACHER), self.distillation.candidates, strict=False):
+                self._give(name, batch, values)
         before = batch
         if self.config.rollout_correction.is_on:
             batch, corrected = correct(batch, olds, self.config.rollout_correction)
@@ -453,6 +500,24 @@ class Learner:
             each.entropies[each.rollout.loss_mask] for each in self.compared if each.entropies is not None
         ]
         return {"train/entropy": float(np.concatenate(found).mean())} if found else {}
+
+    def _adapt_entropy(self) -> dict[str, float]:
+        """The entropy bonus of this step, and in `_next_state` that of the next.
+
+        With a weight c, an entropy e before the update and a target t, the bonus weighs c if e <= t, else 0;
+        then c grows by delta if e < t, or shrinks by it if e > t, but not below 0 (Skywork-OR1, He et al.
+        2025, arXiv:2505.22312; the bound is TRL's).
+        """
+        target, delta = self.config.adaptive_entropy.target, self.config.adaptive_entropy.delta
+        entropy = self._measured.get("train/entropy")
+        if not target or entropy is None:
+            return {}
+        weight = self.state.entropy_weight
+        moved = max(0.0, weight + delta * ((entropy < target) - (entropy > target)))
+        self._next_state = msgspec.structs.replace(self._next_state, entropy_weight=moved)
+        acting = weight if entropy <= target else 0.0
+        self._loss_config = {**self._loss_config, "entropy": acting}
+        return {"train/entropy_weight": acting}
 
     async def _minibatch(
         self, part: list[WeightedRollout], rate: float, computed: tinker.ForwardBackwardOutput | None

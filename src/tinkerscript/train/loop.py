@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_cancel
 from tinkerscript.train.checkpoints import RunCheckpoints
@@ -48,17 +48,19 @@ class TrainingLoop:
         judge: GroupJudge | None = None,
         *,
         restore: Callable[[int], Awaitable[None]] | None = None,
+        renew: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """`learners`: the run's own policy first. `samples`: None if clients register their own.
 
         `restore` loads a step's checkpoint. Without it, interrupted evaluations of earlier steps are lost.
+        `renew` makes a step's checkpoint the reference of the KL divergences.
         """
         training, progress = parts.config.training, parts.progress
         self.parts = parts
         self.step = parts.history.step
         self.train_seconds = parts.train_seconds
         self._steps, self._source, self.policy = training.steps, source, policy
-        self._restore = restore
+        self._restore, self._renew = restore, renew
         self._lags = PolicyLags(
             training,
             parts.history.versions,
@@ -81,7 +83,9 @@ class TrainingLoop:
         roles = [each.role for each in learners[1:]]
         self.evaluator = Evaluator(parts, samples, self._collector, policy, roles)
         curriculum = samples.curriculum if samples else None
-        self.checkpoints = RunCheckpoints(parts, learners, policy, self.evaluator.needed, curriculum)
+        self.checkpoints = RunCheckpoints(parts, learners, policy, self._needed, curriculum)
+
+        self._referred = 0
 
         # Weights, ledger and published version may disagree, so a checkpoint would be wrong.
         self._mid_step = False
@@ -133,17 +137,36 @@ class TrainingLoop:
         await self.evaluator.during(self.step, steps=self._steps)
         self._began = time.monotonic() - self.train_seconds
         while self.step < self._steps:
+            await self._renew_reference()
             step = await self._take(self.step + 1)
             await finish_despite_cancel(self._train_step(step), within_s=STEP_GRACE_S)
             await self.checkpoints.after(
                 self.step,
                 train_seconds=self.train_seconds,
-                is_needed=self.evaluator.runs_beside(self.step, steps=self._steps),
+                is_needed=self.evaluator.runs_beside(self.step, steps=self._steps)
+                or self._reference(self.step) == self.step,
             )
             await self.evaluator.during(self.step, steps=self._steps)
             await self.log.tell_health(self.step)
         await self.evaluator.after(self.step)
         self.checkpoints.delete_old()
+
+    def _needed(self, steps: Collection[int]) -> set[int]:
+        """Checkpoints of `steps` to keep besides the newest ones."""
+        newest = sorted(steps)[-self.parts.config.training.keep_checkpoints :]
+        return {*self.evaluator.needed(steps), *map(self._reference, newest)}
+
+    def _reference(self, step: int) -> int:
+        """The step whose weights the step after `step` is held to; 0: the start policy's."""
+        every = self.parts.config.training.kl_reference_every
+        return step - step % every if every else 0
+
+    async def _renew_reference(self) -> None:
+        reference = self._reference(self.step)
+        if reference and reference != self._referred and self._renew is not None:
+            with self.parts.progress.waiting(f"the weights of step {reference}, the KL reference"):
+                await self._renew(reference)
+            self._referred = reference
 
     async def _take(self, number: int) -> TrainingStep:
         held, calls = self._collector.held.seconds, self.policy.calls.seconds

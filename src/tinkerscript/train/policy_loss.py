@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinkerscript.config import RunConfig, TrainingConfig
-from tinkerscript.engine.losses import COVARIANT, OPTIONAL_INPUTS, TERMS, Loss, resolve_loss
+from tinkerscript.engine.losses import COVARIANT, OPTIONAL_INPUTS, START, TERMS, Loss, resolve_loss
 from tinkerscript.errors import ConfigError, EngineRequestError
 
 # Provided by `to_training_datum`.
@@ -44,7 +44,14 @@ SERVICE_LOSSES = frozenset({"ppo", "importance_sampling", "cispo", "gspo"})
 def check_loss(config: RunConfig) -> None:
     """Raises ConfigError if the run's backend cannot train with its loss."""
     training = config.training
-    policy_loss(training)
+    loss = policy_loss(training)
+    if training.kl_reference_every and not (
+        training.kl_penalty_coef or training.kl_losses or START in loss.inputs
+    ):
+        raise ConfigError(
+            "training.kl_reference_every renews the reference of a divergence, and the run has none: set "
+            "kl_penalty_coef or loss_config.kl_k3, or leave it out"
+        )
     if config.engine.backend == "tinker" and training.loss_fn not in SERVICE_LOSSES:
         raise ConfigError(
             f"training.loss_fn: {training.loss_fn!r} needs the embedded engine; a service behind Tinker's "
@@ -54,6 +61,7 @@ def check_loss(config: RunConfig) -> None:
         **{f"loss_config.{name}": training.loss_config.get(name) for name in TERMS},
         "rollout_correction.off_policy_mask": training.rollout_correction.off_policy_mask,
         "top_entropy": training.top_entropy < 1,
+        "adaptive_entropy": training.adaptive_entropy.target,
     }
     if config.engine.backend == "tinker" and (
         named := [name for name, is_on in needs_engine.items() if is_on]

@@ -57,7 +57,7 @@ from tinkerscript.train.defaults import resolved
 from tinkerscript.train.episode_source import EpisodeSource
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.group_judge import GroupJudge, RoleAsker, open_judge
-from tinkerscript.train.learner import Learner
+from tinkerscript.train.learner import Learner, LearnerState
 from tinkerscript.train.loop import TrainingLoop
 from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.policy import Policy
@@ -167,7 +167,20 @@ async def run_training(
                 for each in trained:
                     await each.restore(folder.checkpoint_name(step))
 
-            loop = TrainingLoop(run, samples, opened.source, policy, learners, extra, judge, restore=restore)
+            async def renew(step: int) -> None:
+                name = folder.checkpoint_name(step)
+                if step not in folder.whole_checkpoints():
+                    raise ConfigError(
+                        f"training.kl_reference_every: the reference is the checkpoint of step {step}, which "
+                        f"is not in {folder.checkpoints}: put it back, or resume without the key"
+                    )
+                for role, each in zip(["", *config.trained_roles], trained, strict=True):
+                    where = folder.checkpoints_of(role) if role else folder.checkpoints
+                    await each.renew_start(where / name)
+
+            loop = TrainingLoop(
+                run, samples, opened.source, policy, learners, extra, judge, restore=restore, renew=renew
+            )
             with _report_written(loop, learners):
                 await run_beside(opened, asyncio.create_task(loop.run(), name="training loop"))
             with progress.waiting("the final checkpoint"):
@@ -260,8 +273,9 @@ async def _learners(
     distillation = await stack.enter_async_context(
         open_distillation(config, backend, folder=model, progress=progress, opened=frozen)
     )
-    reports = dict[str, dict[str, object]]()
+    reports, states = dict[str, dict[str, object]](), dict[str, LearnerState]()
     if done:
+        states = msgspec.json.decode(done.learners, type=dict[str, LearnerState])
         reports = {"": msgspec.json.decode(done.report), **msgspec.json.decode(done.role_reports)}
 
     def learner(backend: TrainerBackend, role: str, teacher: Distillation | None) -> Learner:
@@ -275,6 +289,7 @@ async def _learners(
             start_logprobs=backend.start_logprobs,
             distillation=teacher,
             reply_tokens=config.sampling.reply_tokens,
+            state=states.get(role, LearnerState()),
         )
 
     learners, backends = [learner(backend, "", distillation)], [backend]

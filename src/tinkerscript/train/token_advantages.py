@@ -164,6 +164,9 @@ class Distillation:
         self._waiting = waiting
         self.scales_logits = teacher.scales_logits
         self.reward_coef = config.reward_coef
+        self._top = config.top_k
+        self.candidates: list[list[Any]] = []
+        """With `top_k`: ids int64 [T, K] and logprobs float32 [T, K] of each sequence of the last `apply`."""
 
     def check_tokenizer(self, folder: Path) -> None:
         """Raises ConfigError if the teacher's tokenizer differs from the one in `folder`."""
@@ -175,8 +178,8 @@ class Distillation:
     ) -> tuple[list[WeightedRollout], float]:
         """The sequences with new advantages, and the mean divergence in nats per token.
 
-        `episodes`: with metadata that may have a `CONTEXT`. Raises EngineError if the teacher cannot score
-        them.
+        With `top_k`, the advantages stay, and the loss gets what `candidates` holds afterwards. `episodes`:
+        with metadata that may have a `CONTEXT`. Raises EngineError if the teacher cannot score them.
         """
         prompts = await asyncio.to_thread(informed_prompts, list(episodes), self._renderer)
         begins = [item.rollout.prompt_length for item in items]
@@ -184,18 +187,28 @@ class Distillation:
 
         async def reference(sequences: list[IntArray], temperatures: list[FloatArray]) -> list[FloatArray]:
             of_prompts = [np.ones(len(prompt), np.float32) for prompt in read]
-            rows = await self._score(
+            own, *tops = await self._score(
                 list(map(_behind, read, sequences, begins)),
                 list(map(_behind, of_prompts, temperatures, begins)),
             )
-            zeros = [np.zeros(begin, np.float32) for begin in begins]
-            return list(map(_behind, zeros, rows, map(len, read)))
+            self.candidates = [list(map(_aligned, rows, begins, read)) for rows in tops]
+            return list(map(_aligned, own, begins, read))
 
-        return await KLPenalty(reference, coef=1.0, centered=False).apply(items)
+        coef = 0.0 if self._top else 1.0
+        return await KLPenalty(reference, coef=coef, centered=False).apply(items)
 
-    async def _score(self, sequences: list[IntArray], temperatures: list[FloatArray]) -> list[FloatArray]:
+    async def _score(self, sequences: list[IntArray], temperatures: list[FloatArray]) -> list[list[Any]]:
+        """Of each sequence its logprobs [T], and with `top_k` ids and logprobs [T, K] of candidates."""
         with self._waiting(f"the teacher {self._name!r} to score {len(sequences)} sequences"):
-            return await self._teacher.logprobs(sequences, temperatures)
+            if not self._top:
+                return [await self._teacher.logprobs(sequences, temperatures)]
+            found = await self._teacher.top_logprobs(sequences, temperatures, self._top)
+            return [list(each) for each in zip(*found, strict=True)]
+
+
+def _aligned(rows: Any, begin: int, read: IntArray) -> Any:
+    """`rows` of a sequence whose prompt was `read`, as if its prompt had `begin` tokens, which have 0."""
+    return _behind(np.zeros((begin, *rows.shape[1:]), rows.dtype), rows, len(read))
 
 
 def _behind(prompt: Any, values: Any, begin: int) -> Any:

@@ -8,6 +8,7 @@ from functools import partial
 from tinkerscript.errors import AlignmentError
 from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.rollouts.advantages import RolloutGroup
+from tinkerscript.train.curriculum import key_of
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.off_policy import PolicyLags
 from tinkerscript.train.open_run import OpenRun
@@ -65,8 +66,11 @@ class PolicyUpdate:
         self._sequences = {uuid: number for uuid, number in self._sequences.items() if uuid in kept}
         self._sequences |= {uuid: outcome.sequence for uuid, outcome in step.batch.outcomes.items()}
         try:
+            samples = {
+                each.group_id: key_of(each.payload) for each in step.batch.groups.values() if each.payload
+            }
             for each in self._learners:
-                each.take(step.groups, step.stale)
+                each.take(step.groups, step.stale, samples)
             for each in self._learners:
                 await each.check(
                     step=step.number, lag_of_version=by_version, replayed=self._replayed(each, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,7 +12,15 @@ import tinker
 import torch
 from torch import Tensor
 
-from tinkerscript.engine.losses import LOSSES, MASK, SEQUENCE, TEMPERATURES, Loss, resolve_loss
+from tinkerscript.engine.losses import (
+    LOSSES,
+    MASK,
+    SEQUENCE,
+    TEMPERATURES,
+    Loss,
+    divergence_of_candidates,
+    resolve_loss,
+)
 from tinkerscript.engine.training import AllWeights, Trainer
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -55,6 +64,29 @@ FORMULAS: dict[str, Formula] = {
     "gspo": gspo,
     "dro": dro,
 }
+
+
+def test_the_divergence_over_candidates_takes_the_rest_as_one_token() -> None:
+    """Over all tokens but one it is the whole divergence, with its gradient; over fewer at most that."""
+    random = torch.Generator().manual_seed(4)
+    logits, teacher = torch.randn(2, 5, 7, generator=random, dtype=torch.float64)
+    logits.requires_grad_()
+    p, t = logits.log_softmax(-1), teacher.log_softmax(-1)
+    whole = (p.exp() * (p - t)).sum(-1)
+    for number in (6, 3, 1):
+        ids = t.topk(number).indices
+        found = divergence_of_candidates(p.gather(-1, ids), t.gather(-1, ids))
+        for row, chosen, value in zip(range(5), ids.tolist(), found.tolist(), strict=True):
+            ours, theirs = p[row].exp().tolist(), t[row].exp().tolist()
+            pairs = [(ours[i], theirs[i]) for i in chosen]
+            pairs.append((1 - sum(a for a, _ in pairs), 1 - sum(b for _, b in pairs)))
+            assert value == pytest.approx(sum(a * math.log(a / b) for a, b in pairs), abs=1e-6)
+        assert (found < whole + 1e-9).all()
+        if number == 6:
+            torch.testing.assert_close(found, whole, rtol=0, atol=1e-6)
+            sums = found.sum(), whole.sum()
+            slopes = [torch.autograd.grad(each, logits, retain_graph=True)[0] for each in sums]
+            torch.testing.assert_close(*slopes, rtol=0, atol=1e-6)
 
 
 CASES: list[tuple[str, tuple[float, float] | None]] = [

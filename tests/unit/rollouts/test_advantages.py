@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from math import comb
 
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 
 from recorded_batch import recorded_batch
 from rollout_helpers import make_call, make_episode, make_group
-from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup, WeightedRollout, whitened
+from tinkerscript.rollouts.advantages import (
+    AdvantageRule,
+    Moments,
+    Past,
+    RolloutGroup,
+    SampleMean,
+    WeightedRollout,
+    whitened,
+)
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 
 LEAVE_ONE_OUT = AdvantageRule("leave_one_out")
@@ -185,3 +194,49 @@ def test_gdpo_divides_each_score_by_its_own_deviation() -> None:
     found = made.advantages(AdvantageRule(weights={"correct": 1.0, "format": 0.25}))
     parts = [(np.array(r) - np.mean(r)) / np.std(r, ddof=1) for r in (correct, format_)]
     np.testing.assert_allclose(found, parts[0] + 0.25 * parts[1], rtol=1e-5)
+
+
+# Beyond the group
+
+
+def test_running_moments_are_those_of_all_rewards_so_far() -> None:
+    random = np.random.default_rng(3)
+    steps = [random.normal(5, 0.1, size).tolist() for size in (1, 7, 0, 64)]
+    moments, every = Moments(), list[float]()
+    for rewards in steps:
+        moments, every = moments.adding(rewards), every + rewards
+    assert moments.count == len(every) == 72
+    assert moments.mean == pytest.approx(np.mean(every), rel=1e-14)
+    assert moments.deviation == pytest.approx(np.std(every, ddof=1), rel=1e-12)
+    assert Moments().adding([0.5]).adding([0.5, 0.5]).deviation == 1.0, "equal rewards are not scaled"
+
+
+def test_the_mean_of_a_sample_is_spos_tracker() -> None:
+    """alpha = rho alpha + r and beta = rho beta + (1 - r) for each visit, with v = alpha / (alpha + beta)."""
+    rho, alpha, beta, found = 0.875, 0.0, 0.0, SampleMean()
+    for reward in (1.0, 0.0, 0.0, 1.0, 1.0):
+        alpha, beta = rho * alpha + reward, rho * beta + (1 - reward)
+        found = found.adding([reward])
+        assert found.mean == pytest.approx(alpha / (alpha + beta), rel=1e-12)
+    pairs = SampleMean().adding([1.0, 0.0]).adding([1.0, 1.0])
+    assert pairs.mean == pytest.approx((rho * 1 + 2) / (rho * 2 + 2), rel=1e-12)
+
+
+def test_rewards_of_the_past_are_baseline_and_scale() -> None:
+    past = Past(mean=0.25, deviation=0.5)
+    equal = replace(group(1.0, 1.0), past=past)
+    for baseline in ("running_mean", "sample_mean"):
+        rule = AdvantageRule(baseline, "running_deviation")
+        assert rule.spans_groups
+        np.testing.assert_allclose(equal.advantages(rule), [1.5, 1.5], rtol=1e-5)
+        (item, *_) = equal.weighted(rule)
+        np.testing.assert_allclose(item.advantages, [0, 1.5, 1.5], rtol=1e-5)
+        np.testing.assert_allclose(equal.advantages(AdvantageRule(baseline)), [0.75, 0.75])
+    differing = replace(group(1.0, 0.0), past=past)
+    np.testing.assert_allclose(
+        differing.advantages(AdvantageRule(scale="running_deviation")), [1.0, -1.0], rtol=1e-5
+    )
+    assert not AdvantageRule(scale="running_deviation").spans_groups
+    assert not equal.advantages(AdvantageRule(scale="running_deviation")).any()
+    with pytest.raises(ValueError, match="has no running_mean"):
+        group(1.0, 0.0).advantages(AdvantageRule("running_mean"))

@@ -15,6 +15,7 @@ import tinker
 import torch
 
 from rollout_helpers import make_accepted, make_call, make_episode, make_group, update
+from small_models import sft_datum
 from tinkerscript.config import DistillationConfig, RunConfig, TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import load_model
@@ -333,6 +334,57 @@ async def test_teacher_and_policy_are_compared_at_the_temperature_of_each_token(
     assert (await penalty.apply(items(make_episode([first, second]))))[1] == pytest.approx(0, abs=1e-6)
 
 
+async def test_a_teachers_most_probable_tokens_are_a_loss(
+    backend: EmbeddedBackend, random_model: Path
+) -> None:
+    """The policy has moved away from the teacher, which is the start: loss and gradient are plain torch's."""
+    for _ in range(2):
+        await backend.client.forward_backward([sft_datum([5, 9, 33, 2])], "cross_entropy")
+        await backend.client.optim_step(tinker.AdamParams(learning_rate=0.02))
+    policy = load_model(Path((await backend.client.save_state("moved")).path))
+    ids = np.array([5, 6, 11, 12, 7, 13, 14], np.int64)
+    temperatures = torch.tensor([1, 0.7, 0.7, 1, 1.3, 1.3])[:, None]
+
+    def scaled(model: Any) -> torch.Tensor:
+        return (model(torch.from_numpy(ids[None, :-1])).logits[0] / temperatures).log_softmax(-1)
+
+    p, t = scaled(policy), scaled(load_model(random_model)).detach()
+    top = t.topk(3).indices
+    rests = [(1 - each.gather(-1, top).exp().sum(-1, keepdim=True)).log() for each in (p, t)]
+    both = [each.gather(-1, top) for each in (p, t)]
+    ours, theirs = (torch.cat(each, -1) for each in zip(both, rests, strict=True))
+    expected = (ours.exp() * (ours - theirs)).sum(-1)[[1, 2, 4, 5]].mean()
+    expected.backward()
+    norm = torch.cat([each.grad.flatten() for each in policy.parameters() if each.grad is not None]).norm()
+
+    rows = p[torch.arange(6), torch.from_numpy(ids[1:])].tolist()
+    first = make_call(None, [5, 6], [11, 12], logprobs=rows[1:3], temperature=0.7)
+    second = make_call(first, [7], [13, 14], logprobs=rows[4:], temperature=1.3)
+    taught = {"teacher": "t", "top_k": 3}
+    config = RunConfig.model_validate(
+        {"roles": {"t": {"kind": "frozen"}}, "training": {"distillation": taught}}
+    )
+    async with open_distillation(config, backend, folder=random_model, progress=QuietReporter()) as made:
+        learner = Learner(
+            backend.client,
+            TrainingConfig.model_validate(
+                {
+                    **{"learning_rate": 1e-12, "loss_mean": "tokens", "group_size": 1, "grad_clip_norm": 0},
+                    "distillation": taught,
+                }
+            ),
+            model=TrainedModel(64),
+            report=AlignmentReport(),
+            seed=1,
+            distillation=made,
+        )
+        metrics = await update(learner, [make_group([make_episode([first, second], 1.0)])], step=1)
+    assert metrics["train/loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
+    assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    sampled = (p - t)[torch.arange(6), torch.from_numpy(ids[1:])][[1, 2, 4, 5]].mean()
+    assert metrics["distillation/teacher_kl"] == pytest.approx(float(sampled.detach()), abs=1e-5)
+
+
 async def test_a_teacher_with_other_tokens_is_refused_before_the_first_episode(
     backend: EmbeddedBackend, random_model: Path
 ) -> None:
@@ -364,6 +416,21 @@ async def test_a_teacher_with_other_tokens_is_refused_before_the_first_episode(
         (
             {"training": {"batch_rule": "differing_groups", "distillation": {"teacher": "t"}}},
             "differing_groups would replace groups",
+        ),
+        (
+            {
+                "roles": {"t": {"kind": "frozen", "base_url": "http://h"}},
+                "training": {"distillation": {"teacher": "t", "top_k": 3}},
+            },
+            "top_k: 3 needs a teacher in the trainer",
+        ),
+        (
+            {
+                "roles": {"t": {"kind": "frozen"}},
+                "engine": {"backend": "tinker"},
+                "training": {"distillation": {"teacher": "t", "top_k": 3}},
+            },
+            "top_k: 3 needs a teacher in the trainer",
         ),
     ],
 )

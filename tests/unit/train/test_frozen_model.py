@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, unpack_id
 from tinkerscript.sampler import SampleRequest
 from tinkerscript.train.backends import open_backend
 from tinkerscript.train.backends.backend import FrozenModel
-from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend, EmbeddedFrozenModel
 from tinkerscript.train.frozen_model import open_frozen_role
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, wire_server
 
@@ -105,6 +107,29 @@ async def test_a_checkpoint_scores_as_it_was_saved(backend: EmbeddedBackend) -> 
     assert str(frozen.folder) == folder
     start = await backend.open_frozen("")
     assert not same(await frozen.logprobs(SEQUENCES), await start.logprobs(SEQUENCES), atol=1e-3)
+
+
+async def test_the_reference_of_a_divergence_moves_and_leaves_nothing_behind(
+    backend: EmbeddedBackend,
+) -> None:
+    start = await backend.start_logprobs(SEQUENCES)
+    bases, folders = list[weakref.ref[Any]](), list[Path]()
+    for name in ("one", "two"):
+        await trained(backend)
+        saved = await now(backend)
+        folders.append(Path((await backend.client.save_state(name)).path))
+        await trained(backend)
+        await backend.renew_start(folders[-1])
+        found = await backend.start_logprobs(SEQUENCES)
+        assert np.allclose(found[0], saved, atol=1e-5)
+        assert not same(found, start, atol=1e-3)
+        assert isinstance(backend._start, EmbeddedFrozenModel)
+        bases.append(weakref.ref(backend._start._weights._base))
+    gc.collect()
+    first, second = (each() for each in bases)
+    assert second is not None
+    assert (first is None) != backend.engine.is_lora, "adapters share one base; a whole model is forgotten"
+    assert same(await (await backend.open_frozen("")).logprobs(SEQUENCES), start), "roles keep the start"
 
 
 async def test_a_model_of_another_kind_has_its_own_limits(backend: EmbeddedBackend, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tinker
@@ -25,7 +26,7 @@ from tinkerscript.rollouts.trainers import to_datum
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 from tinkerscript.train.backends.backend import ADAM, optimizer_step, skipped_note
 from tinkerscript.train.defaults import learning_rate
-from tinkerscript.train.learner import Learner, minibatches
+from tinkerscript.train.learner import Learner, LearnerState, minibatches
 from tinkerscript.train.policy_loss import check_loss, wide_clip
 from tinkerscript.train.step_metrics import trained_groups
 from tinkerscript.train.token_advantages import KLPenalty, ReferenceLogprobs
@@ -491,6 +492,44 @@ def test_scores_are_compared_in_place_of_the_reward(engine: EmbeddedEngine) -> N
     np.testing.assert_allclose(group.advantages(made.rule), [-0.5 / 2**0.5, 0.5 / 2**0.5], rtol=1e-5)
 
 
+async def test_steps_are_compared_with_the_steps_before(engine: EmbeddedEngine) -> None:
+    """As SPO does, with groups of one: a new sample against the run's mean, an old one against its own."""
+    chosen = {"advantage_baseline": "sample_mean", "advantage_scale": "running_deviation", "group_size": 1}
+    made = learner(Recorded(engine), **chosen)
+
+    async def step(made: Learner, number: int, rewards: dict[str, float]) -> dict[str, float]:
+        taken = [(name, [reply(3, reward, f"{name}{number}")]) for name, reward in rewards.items()]
+        made.take(taken, samples={name: f"task\n{name}" for name in rewards})
+        await made.check(step=number)
+        assert (await made.train(number))["train/sequences"] == len(rewards)
+        return {
+            group.group_id: made.advantages[id(group.episodes[0].rollouts[0])].max() for group in made.groups
+        }
+
+    first = await step(made, 1, {"a": 3.0, "b": 1.0, "c": 2.0})
+    assert first["a"] == pytest.approx((3 - 2) / np.std([3, 1, 2], ddof=1), rel=1e-5)
+    resumed = learner(Recorded(engine), **chosen)
+    resumed.state = msgspec.json.decode(msgspec.json.encode(made.state), type=LearnerState)
+    for each in (made, resumed):
+        second = await step(each, 2, {"a": 5.0, "d": 4.0})
+        every = [3, 1, 2, 5, 4]
+        deviation = np.std(every, ddof=1)
+        assert second["a"] == pytest.approx((5 - 3) / deviation, rel=1e-5)
+        assert second["d"] == pytest.approx((4 - np.mean(every)) / deviation, rel=1e-5)
+    assert made.state == resumed.state
+    assert made.state.samples["task\na"].mean == pytest.approx((0.875 * 3 + 5) / 1.875)
+
+
+async def test_a_step_that_is_stopped_leaves_no_trace_in_the_state(engine: EmbeddedEngine) -> None:
+    made = learner(Recorded(engine), advantage_baseline="running_mean")
+    made.take([("g", [reply(3, 1.0, "e0"), reply(3, 0.0, "e1")])])
+    assert made.state == LearnerState()
+    await made.check(step=1)
+    assert made.state == LearnerState()
+    await made.train(1)
+    assert (made.state.rewards.count, made.state.rewards.mean) == (2, 0.5)
+
+
 # What else the loss gets
 
 
@@ -513,6 +552,29 @@ async def test_the_divergence_from_the_start_reaches_the_loss(engine: EmbeddedEn
         [(each.logprobs - start)[each.loss_mask] for each, start in zip(rollouts, starts, strict=True)]
     )
     assert metrics["train/kl_start"] == pytest.approx(float(sampled.mean()), rel=1e-4)
+
+
+async def test_the_weight_of_an_adaptive_bonus_follows_skywork(engine: EmbeddedEngine) -> None:
+    """alpha_k = c_k * 1{e_k <= target}, c_0 = 0, c_k+1 = c_k + delta if e_k < target, else c_k - delta."""
+    weight, delta = 0.0, 0.25
+    client = Recorded(engine)
+    made = learner(client, adaptive_entropy={"target": 1.0, "delta": delta}, learning_rate=1e-12)
+    entropy = (await update(learner(Recorded(engine), learning_rate=1e-12), groups(), step=1))[
+        "train/entropy"
+    ]
+    for number, target in enumerate([entropy + 1] * 3 + [entropy - 1] * 5 + [entropy + 1] * 2, start=1):
+        made.config = settings(adaptive_entropy={"target": target, "delta": delta}, learning_rate=1e-12)
+        if number == 3:
+            state = msgspec.json.decode(msgspec.json.encode(made.state), type=LearnerState)
+            made = learner(client, adaptive_entropy={"target": target, "delta": delta}, learning_rate=1e-12)
+            made.state = state
+        metrics = await update(made, groups(), step=number)
+        acting = weight if entropy <= target else 0.0
+        assert metrics["train/entropy_weight"] == pytest.approx(acting), number
+        assert client.losses[-1][1]["entropy"] == pytest.approx(acting)
+        weight = max(0.0, weight + delta if entropy < target else weight - delta)
+        assert made.state.entropy_weight == pytest.approx(weight)
+    assert weight == 2 * delta, "it never went below 0"
 
 
 async def test_an_entropy_bonus_is_a_mean_as_the_loss_is(engine: EmbeddedEngine) -> None:

@@ -295,7 +295,8 @@ async def test_an_episode_that_is_too_old_counts_in_its_groups_baseline(tmp_path
     assert (new.outcome, new.reason, new.advantage, new.step) == (Use.TRAINED, "", 0.5, old.step)
     assert old.step > 2
     assert [step["episodes/stale"] for step in run.shown.steps][old.step - 1] == 1
-    lines = (run.loop.parts.folder.path / "rollouts" / f"step_{old.step:04d}.jsonl").read_text().splitlines()
+    packed = run.loop.parts.folder.path / "rollouts" / f"step_{old.step:04d}.jsonl.gz"
+    lines = gzip.decompress(packed.read_bytes()).splitlines()
     told = {line["episode_uuid"]: line.get("left_out") for line in map(json.loads, lines)}
     assert (told[late[0].episode_uuid], told[late[1].episode_uuid]) == (old.reason, None)
     assert not any("usable_versions" in status for status in run.source.statuses), "every result counts"

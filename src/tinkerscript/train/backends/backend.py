@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import tinker
 from tinker.types import LossFnType
@@ -20,6 +20,7 @@ from tinker.types import LossFnType
 from tinkerscript.config import EngineConfig, TrainingConfig
 from tinkerscript.engine.losses import SKIPPED_STEPS
 from tinkerscript.engine.routing import Routing
+from tinkerscript.errors import EngineError
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.sampler import (
     ProgressCallback,
@@ -28,6 +29,9 @@ from tinkerscript.sampler import (
     SampleRequest,
     SampleResult,
 )
+
+if TYPE_CHECKING:
+    from tinkerscript.engine.frozen import TopLogprobs  # Imports PEFT, which takes half a second.
 
 SKIPPED = f"train/{SKIPPED_STEPS}"
 """Metric: optimizer steps with a gradient that was not finite."""
@@ -155,6 +159,11 @@ class TrainerBackend(Publisher):
             self._start = await self.open_frozen("")
         return await self._start.logprobs(sequences, temperatures)
 
+    async def renew_start(self, checkpoint: Path) -> None:
+        """Score with a checkpoint of this run in `start_logprobs` from now on."""
+        self._start = None  # The former weights need not fit into memory beside the new ones.
+        self._start = await self.open_frozen(str(checkpoint))
+
 
 class FrozenModel(ABC):
     """A model that never changes. Its backend closes it."""
@@ -175,6 +184,12 @@ class FrozenModel(ABC):
 
         Takes int32 [T] and float32 [T] each, returns float32 [T] each. Raises EngineError.
         """
+
+    async def top_logprobs(
+        self, sequences: list[IntArray], temperatures: list[FloatArray], top: int
+    ) -> list[TopLogprobs]:
+        """`logprobs`, with those of the `top` most probable tokens at each position. Raises EngineError."""
+        raise EngineError(f"the model in {self.folder} scores only given tokens (distillation.top_k: {top})")
 
 
 class FrozenSampler(Sampler):

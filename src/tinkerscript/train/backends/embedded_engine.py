@@ -54,7 +54,10 @@ from tinkerscript.train.backends.backend import (
 from tinkerscript.train.tokenizer_check import check_loads_the_same
 
 if TYPE_CHECKING:
-    from tinkerscript.engine.frozen import FrozenWeights  # Imports PEFT, which takes half a second.
+    from tinkerscript.engine.frozen import (  # Imports PEFT, which takes half a second.
+        FrozenWeights,
+        TopLogprobs,
+    )
 
 
 HELD_BYTES = 2**30
@@ -183,6 +186,11 @@ class EmbeddedFrozenModel(FrozenModel):
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
         return await asyncio.wrap_future(self._weights.logprobs(sequences, temperatures))
+
+    async def top_logprobs(
+        self, sequences: list[IntArray], temperatures: list[FloatArray], top: int
+    ) -> list[TopLogprobs]:
+        return await asyncio.wrap_future(self._weights.top_logprobs(sequences, temperatures, top))
 
 
 class EmbeddedSampler(FrozenSampler):
