@@ -7,8 +7,8 @@ Each seed is a run of `tinkerscript train` in FOLDER/NAME-SEED. A run that is th
 has ended. Prints a table of the seeds in Markdown, and writes OUT/results-NAME.png: the held-out score of
 each seed with its 95% interval, and the reward of each training step behind it.
 
-With `--against`, each seed runs once more with these settings too, in turn, and there is a table of each way
-with the seconds that training took, and no picture.
+With `--against`, each seed runs once more with these settings too, in turn. Each way then has a table, the
+seconds that training took, and a color in the picture.
 """
 
 from __future__ import annotations
@@ -149,14 +149,17 @@ def read(folder: Path, seed: int) -> Run:
     )
 
 
-def draw(runs: list[Run], target: Path) -> None:
+def draw(runs: list[tuple[str, Run]], target: Path) -> None:
+    """`runs`: each with what the legend calls it. Runs of one name have one color."""
+    colors = dict(zip(dict.fromkeys(name for name, _ in runs), COLORS, strict=False))
+    first = dict(reversed(runs))
     with mpl.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
         axes = figure.add_subplot()
-        for run, color in zip(runs, COLORS, strict=False):
+        for name, run in runs:
+            color, label = colors[name], f"{name}, held out" if run is first[name] else None
             steps, scores, margins = zip(*run.scores, strict=True)
             axes.plot(*zip(*run.rewards, strict=True), color=color, linewidth=0.8, alpha=0.4)
-            label = f"seed {run.seed}, held out"
             axes.errorbar(steps, scores, margins, fmt="o-", color=color, capsize=3, label=label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step")
@@ -195,13 +198,16 @@ def main() -> None:
             folder = options.runs.absolute() / f"{name}-{seed}"
             train(options.config, folder, seed, settings)
             found[name].append(read(folder, seed))
-    for name, runs in found.items():
+    named = {" ".join(ways[name]) or "as configured": runs for name, runs in found.items()}
+    for way, runs in named.items():
         if options.against:
             seconds = ", ".join(f"{run.summary['train_seconds']:.0f}" for run in runs)
-            print(f"{name}: {' '.join(ways[name]) or 'as configured'}; training took {seconds} s")
+            print(f"{way}: training took {seconds} s")
         print_table(runs)
-    if not options.against:
-        draw(found[options.name], options.out / f"results-{options.name}.png")
+    drawn = [
+        (way if options.against else f"seed {run.seed}", run) for way, runs in named.items() for run in runs
+    ]
+    draw(drawn, options.out / f"results-{options.name}.png")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 Server, ledger, loop and workers are the real ones; the engine only sleeps.
 
     python bench/stream.py [--laws log_normal ...] [--lags 0 1 2 4 8] [--steps N] [--scale SECONDS]
-        [--train SECONDS] [--concurrency N] [--failing SHARE] [--kill-every SECONDS] [--on-stale wait]
+        [--train SECONDS] [--concurrency N] [--failing SHARE] [--kill-every SECONDS] [--set KEY=VALUE ...]
+
+`--set` changes the config, as `tinkerscript train --set` does. With PYTHONPATH=OTHER/src the command measures
+another checkout.
 
 A second of the simulation takes `--scale` seconds of the clock. The laws are those of `slow_rollout.py`. Each
 line has, from the end of the first step to that of the last:
@@ -47,7 +50,7 @@ import tinker
 from rich.console import Console
 
 from slow_rollout import seconds_of
-from tinkerscript.config import RunConfig
+from tinkerscript.config import RunConfig, parse_config
 from tinkerscript.dashboard.terminal import LineReporter
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs
 from tinkerscript.sampler import ProgressCallback, SampledSequence, Sampler, SampleRequest
@@ -117,30 +120,33 @@ class SleepingBackend(EmbeddedBackend):
 
 
 def config_of(folder: Path, lag: int, options: argparse.Namespace) -> RunConfig:
-    return RunConfig.model_validate(
-        {
-            "experiment_dir": str(folder),
-            "interchange_server": {"interchange_server_port": 0},
-            "task": {
-                "name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
-                "train_args": {"split": "train"},
-                "eval_args": {"split": "test"},
-            },
-            "training": {
-                "steps": options.steps,
-                "groups_per_step": GROUPS,
-                "group_size": GROUP_SIZE,
-                "max_policy_lag": lag,
-                "on_stale": options.on_stale,
-                "checkpoint_every": 0,
-            },
-            "evaluation": {"episodes": 0},
-            "workers": {
-                "count": options.workers,
-                "concurrency": options.concurrency // options.workers,
-                "script": str(ROOT / "bench" / "slow_rollout.py"),
-            },
-        }
+    return parse_config(
+        json.dumps(
+            {
+                "experiment_dir": str(folder),
+                "interchange_server": {"interchange_server_port": 0},
+                "task": {
+                    "name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic",
+                    "train_args": {"split": "train"},
+                    "eval_args": {"split": "test"},
+                },
+                "training": {
+                    "steps": options.steps,
+                    "groups_per_step": GROUPS,
+                    "group_size": GROUP_SIZE,
+                    "max_policy_lag": lag,
+                    "checkpoint_every": 0,
+                },
+                "evaluation": {"episodes": 0},
+                "workers": {
+                    "count": options.workers,
+                    "concurrency": options.concurrency // options.workers,
+                    "script": str(ROOT / "bench" / "slow_rollout.py"),
+                },
+            }
+        ),
+        source="bench/stream.py",
+        overrides=options.settings,
     )
 
 
@@ -301,7 +307,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=512)
     parser.add_argument("--failing", type=float, default=0.0)
     parser.add_argument("--kill-every", type=float, default=0.0, help="seconds of the clock; 0: never")
-    parser.add_argument("--on-stale", choices=("wait", "drop"), default="wait")
+    parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--margin", type=int, default=4, help="steps at the end whose episodes do not count")
     parser.add_argument(
         "--only-allowed", action="store_true", help="run nothing, and print what drawn episodes allow"

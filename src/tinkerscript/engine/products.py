@@ -59,7 +59,8 @@ class Linear(nn.Linear):
             return super().forward(input)
         found: Any = _Product.apply(rows, self.weight)
         found = found.view(*input.shape[:-1], self.out_features)
-        return found if self.bias is None else found + self.bias
+        bias: Tensor | None = self.bias
+        return found if bias is None else found + bias
 
 
 class _Product(torch.autograd.Function):

@@ -150,9 +150,14 @@ class Evaluator:
             for each in awaited:
                 each.is_awaited = True
             await self._start()
-            await self.collector.until(lambda first=first: first.is_over, first.batch)
+            # A later evaluation may end first, and make room too.
+            await self.collector.until(lambda: self._unfinished <= at_most, first.batch)
             await self._finish()
         await self._start()
+
+    @property
+    def _unfinished(self) -> int:
+        return sum(not each.is_over for each in self._begun)
 
     async def _start(self) -> None:
         for each in list(self._begun):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -14,13 +16,14 @@ from hypothesis import strategies as st
 
 from rollout_helpers import make_accepted, make_call
 from scripted_source import ScriptedSource
-from tinkerscript.config import TrainingConfig
+from tinkerscript.config import EvaluationConfig, TrainingConfig
 from tinkerscript.errors import NoSuccessError
 from tinkerscript.ledger.history import History, PlannedRow
 from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.collector import Collector
 from tinkerscript.train.episode_source import PlannedEpisode
+from tinkerscript.train.evaluation import Evaluator
 from tinkerscript.train.off_policy import PolicyLags
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.stream import MAX_TRIES, GroupStream, TrainingStep
@@ -33,7 +36,14 @@ class Samples(TaskSamples):
     """Those of no task."""
 
     def __init__(self) -> None:
-        self.next_position, self.again = 0, []
+        self.next_position, self.again, self.tasks = 0, [], ["sums"]
+
+    def eval_episodes(self, *, label: str, count: int, attempts: int = 1) -> list[PlannedEpisode]:
+        payload = {"task": "sums"}
+        return [
+            PlannedEpisode("eval", f"{label}/{place}", payload, label=label)
+            for place in range(count * attempts)
+        ]
 
     def payload_at(self, position: int) -> dict[str, Any]:
         return {"position": position}
@@ -63,19 +73,30 @@ class Source(ScriptedSource):
     def __init__(self) -> None:
         super().__init__()
         self.episodes: dict[str, Episode] = {}
+        self.evaluated: dict[str, Episode] = {}
+        """Those of evaluations."""
 
     async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
         await super().start(episodes, step=step)
         for each in episodes:
-            self.episodes[each.episode_uuid] = Episode(each, step, len(self.episodes) + 1)
+            kept = self.evaluated if each.episode_type == "eval" else self.episodes
+            number = len(self.episodes) + len(self.evaluated) + 1
+            kept[each.episode_uuid] = Episode(each, step, number)
 
 
 class World:
     """A run without a server and without a model: what starts, ends, trains and is undone."""
 
-    def __init__(self, lag: int, **training: Any) -> None:
-        self.config = TrainingConfig(group_size=SIZE, **training)
-        self.lag = lag
+    def __init__(
+        self, lag: int, *, evaluation: dict[str, Any] | None = None, holds: int = 0, **training: Any
+    ) -> None:
+        """`holds`: versions that the sampler keeps for evaluations."""
+        self.config = TrainingConfig(group_size=SIZE, inspect_log_every=0, **training)
+        self.evaluation = EvaluationConfig(episodes=0, **(evaluation or {}))
+        self.lag, self.holds = lag, holds
+        self.beside: asyncio.Task[None] | None = None
+        self.evaluating: asyncio.Task[None] | None = None
+        """While the trainer looks after evaluations, and perhaps waits for one."""
         self.source, self.shown = Source(), QuietReporter()
         self.step, self.version = 0, -1
         self.steps_of: dict[int, int] = {}
@@ -99,13 +120,50 @@ class World:
         for plan in history.planned:
             if (outcome := self.source.episodes[plan.episode_uuid].outcome) is not None:
                 self.collector.receive([outcome])
+        parts: Any = SimpleNamespace(
+            config=SimpleNamespace(evaluation=self.evaluation, training=self.config),
+            history=history,
+            ledger=self.source,
+            progress=self.shown,
+            folder=SimpleNamespace(log_metrics=lambda *_, **__: None),
+        )
+        self.evaluator = Evaluator(parts, self.samples, self.collector, cast(Any, self))
+        for step in history.interrupted if self.holds else ():
+            self.name_version(step)
+            await self.evaluator.again(step)
         await self.publish()
+        self.beside = asyncio.create_task(self.evaluator.run())
+        await self.look_after_evaluations()
 
     async def publish(self) -> None:
-        self.version += 1
-        self.steps_of[self.version] = self.step
-        self.lags.published(self.version, step=self.step)
+        self.name_version(self.step)
         await self.stream.published(self.step)
+
+    def name_version(self, step: int) -> None:
+        self.version += 1
+        self.steps_of[self.version] = step
+        self.lags.published(self.version, step=step)
+
+    # Evaluations
+
+    @contextmanager
+    def pinned(self, _: Sequence[str]) -> Generator[int]:
+        yield self.version
+
+    async def look_after_evaluations(self, *, is_last: bool = False) -> None:
+        """As the loop does after each step."""
+        evaluator, steps = self.evaluator, self.config.steps
+        more = evaluator.after(self.step) if is_last else evaluator.during(self.step, steps=steps)
+        self.evaluating = asyncio.create_task(more)
+        await self.settle()
+
+    @property
+    def awaits_evaluation(self) -> bool:
+        return self.evaluating is not None and not self.evaluating.done()
+
+    @property
+    def being_evaluated(self) -> list[str]:
+        return [uuid for uuid, each in self.source.evaluated.items() if each.outcome is None]
 
     # Episodes
 
@@ -123,9 +181,13 @@ class World:
     async def end(self, *uuids: str, reward: float | None = 1.0) -> None:
         """Episodes end, with a reward or by failing."""
         for uuid in uuids:
-            episode = self.source.episodes[uuid]
+            episode = self.source.episodes.get(uuid) or self.source.evaluated[uuid]
             episode.versions = episode.versions or {self.version}
-            more = {"group_id": episode.planned.group_id, "sequence": episode.sequence}
+            more = {
+                "group_id": episode.planned.group_id,
+                "sequence": episode.sequence,
+                "episode_type": episode.planned.episode_type,
+            }
             calls = [make_call(None, [1], [2], policy_version=each) for each in sorted(episode.versions)]
             episode.outcome = (
                 make_accepted(uuid, reward, calls, **more)
@@ -159,10 +221,10 @@ class World:
         await self.settle()
 
     async def settle(self) -> None:
-        """Return when the step that waits has looked at what there is."""
-        received = self.collector._received
-        received.set()
-        while self.taking is not None and not self.taking.done() and received.is_set():  # noqa: ASYNC110
+        """Return when everything that waits has looked at what there is."""
+        self.collector._received.set()
+        scheduled = cast(Any, asyncio.get_running_loop())._ready
+        while scheduled:  # noqa: ASYNC110 (nothing announces that the loop is idle)
             await asyncio.sleep(0)
 
     @property
@@ -185,6 +247,7 @@ class World:
         """The weights of the step that has its groups are published."""
         self.step, self.is_training = self.step + 1, False
         await self.publish()
+        await self.look_after_evaluations()
 
     async def whole_step_of(self, position: int) -> None:
         """One that takes the group of this sample."""
@@ -195,6 +258,8 @@ class World:
 
     async def go_on(self) -> None:
         """The trainer does what comes next, if it can."""
+        if self.awaits_evaluation:
+            return
         if self.is_training:
             await self.train()
         elif self.taking is None and self.step < self.config.steps:
@@ -215,11 +280,11 @@ class World:
 
     async def resume(self, step: int) -> None:
         """The trainer is killed, and another one goes on after `step`, as docs/training.md says."""
-        if self.taking is not None:
-            self.taking.cancel()
-            await asyncio.gather(self.taking, return_exceptions=True)
-            self.taking = None
-        self.is_training = False
+        tasks = [each for each in (self.taking, self.evaluating, self.beside) if each is not None]
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.taking, self.is_training = None, False
         await self.cancel()
         gone = {version for version, steps in self.steps_of.items() if steps > step}
         self.steps_of = {version: steps for version, steps in self.steps_of.items() if steps <= step}
@@ -255,9 +320,18 @@ class World:
             )
             for each in sorted(planned, key=lambda each: each.sequence)
         ]
-        again = sorted({*range(end)} - standing)
+        for uuid in self.being_evaluated:
+            self.source.evaluated[uuid].outcome = EpisodeFailed(episode_uuid=uuid, failures=[])
         await self.begin(
-            History(step=step, planned=rows, planned_groups=len(of_step), next_position=end, again=again)
+            History(
+                step=step,
+                planned=rows,
+                planned_groups=len(of_step),
+                next_position=end,
+                again=sorted({*range(end)} - standing),
+                evaluations=[each for each in self.evaluator.finished.values() if each.step <= step],
+                interrupted=[each.step for each in self.evaluator._begun if each.step < step],
+            )
         )
 
     def is_left_out(self, episode: Episode) -> bool:
@@ -567,20 +641,46 @@ async def test_samples_whose_groups_undone_weights_sampled_come_first_in_line() 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    lag=st.integers(1, 4),
+    lag=st.integers(0, 4),
     steps=st.integers(1, 6),
     needed=st.integers(1, 3),
     extra=st.integers(0, 2),
     rule=st.sampled_from(["groups", "differing_groups"]),
     on_stale=st.sampled_from(["wait", "drop"]),
+    evaluation=st.fixed_dictionaries(
+        {
+            "every_steps": st.integers(0, 2),
+            "interim_episodes": st.integers(1, 4),
+            "share": st.sampled_from([0.05, 0.5, 1]),
+        }
+    ),
+    holds=st.integers(0, 2),
     data=st.data(),
 )
 def test_whatever_happens_in_which_order(
-    lag: int, steps: int, needed: int, extra: int, rule: str, on_stale: str, data: st.DataObject
+    lag: int,
+    steps: int,
+    needed: int,
+    extra: int,
+    rule: str,
+    on_stale: str,
+    evaluation: dict[str, Any],
+    holds: int,
+    data: st.DataObject,
 ) -> None:
-    """Nothing trains beyond the lag or twice, nothing starves, and all that started trains or is left out."""
+    """Nothing trains beyond the lag or twice, nothing starves, and all that started trains or is left out.
+
+    Evaluations change none of that, and steps wait for one only if the sampler can hold no more versions.
+    """
     made = World(
-        lag, steps=steps, groups_per_step=needed, extra_groups=extra, batch_rule=rule, on_stale=on_stale
+        lag,
+        evaluation=evaluation,
+        holds=holds,
+        steps=steps,
+        groups_per_step=needed,
+        extra_groups=extra if lag else 0,  # At a lag of 0 a step takes them even while they run.
+        batch_rule=rule,
+        on_stale=on_stale,
     )
 
     async def run() -> None:
@@ -590,14 +690,25 @@ def test_whatever_happens_in_which_order(
             check_capacity(made)
             if made.has_no_success:
                 return
+        killed_at = data.draw(st.lists(st.integers(1, steps), max_size=3))
         while made.step < steps or made.is_training:
-            if made.running:  # The newest first: the worst order.
+            if made.step in killed_at:
+                killed_at.remove(made.step)
+                await made.resume(max(0, made.step - data.draw(st.integers(0, 2))))
+            if made.awaits_evaluation:
+                assert len(made.evaluator._begun) > holds, "it waits for an evaluation that it need not"
+                await made.end(made.being_evaluated[-1])
+            elif made.running:  # The newest first: the worst order.
                 await made.end(made.running[-1], reward=float(len(made.running) % 2))
             await made.go_on()
             check_capacity(made)
             if made.has_no_success:
                 return
             assert made.running or made.is_ready or made.taking is None, "it waits for nothing"
+        await made.look_after_evaluations(is_last=True)
+        while made.awaits_evaluation:
+            await made.end(made.being_evaluated[-1])
+        check_evaluations(made)
         made.stream.end()
         await made.cancel()
         check_accounts(made)
@@ -607,9 +718,13 @@ def test_whatever_happens_in_which_order(
 
 async def act(run: World, data: st.DataObject) -> None:
     """Something happens."""
-    what = data.draw(st.sampled_from(["end", "end", "end", "sample", "go on", "go on", "resume"]))
+    what = data.draw(
+        st.sampled_from(["end", "end", "end", "end evaluated", "sample", "go on", "go on", "resume"])
+    )
     if what == "resume":
         await run.resume(data.draw(st.integers(0, run.step)))
+    elif what == "end evaluated" and run.being_evaluated:
+        await run.end(data.draw(st.sampled_from(run.being_evaluated)))
     elif what == "go on" or not run.running:
         await run.go_on()
     else:
@@ -643,6 +758,14 @@ def check_step(run: World, step: TrainingStep) -> None:
         assert number >= config.groups_per_step
         if config.on_stale == "wait":  # What waits for nothing may fall due together.
             assert number == config.groups_per_step
+
+
+def check_evaluations(run: World) -> None:
+    every, steps = run.evaluation.every_steps, run.config.steps
+    due = range(every, steps, every) if every else ()
+    assert run.evaluator.finished.keys() == {f"step-{step}" for step in due}
+    assert {each.accepted for each in run.evaluator.finished.values()} <= {run.evaluation.interim_episodes}
+    assert all(run.steps_of[each.policy_version] == each.step for each in run.evaluator.finished.values())
 
 
 def check_accounts(run: World) -> None:
