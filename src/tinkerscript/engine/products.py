@@ -59,7 +59,7 @@ class Linear(nn.Linear):
             return super().forward(input)
         found: Any = _Product.apply(rows, self.weight)
         found = found.view(*input.shape[:-1], self.out_features)
-        bias: Tensor | None = self.bias
+        bias: Any = self.bias
         return found if bias is None else found + bias
 
 
