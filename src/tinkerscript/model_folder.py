@@ -34,7 +34,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
+IMAGE_MODEL_TYPES = frozenset({"idefics3", "smolvlm"})
+"""Models that take images here. Others with a vision tower take text."""
+
 ADAPTER_CONFIG = "adapter_config.json"
 
 _CONFIG_FILES = ("config.json", "generation_config.json")

@@ -24,6 +24,7 @@ from tinkerscript.engine.context import (
     short_context,
 )
 from tinkerscript.engine.decoder import Decoder, FusedDecoder, decoder_for, own_logits
+from tinkerscript.engine.image_features import ImageReader
 from tinkerscript.engine.kv_cache import PLACES, CacheBudget
 from tinkerscript.engine.memory import cache_budget, cache_bytes
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
@@ -162,6 +163,7 @@ class EmbeddedEngine:
             self._lora = lora
             if frozen and activation_checkpointing:
                 checkpoint_activations(self._model)
+            self._images = ImageReader(self._model, folder)
             self._base = _lora_base(self._model, folder, kind, lora, adapter) if frozen else None
             if base is not None:
                 weights = self._weights_of(adapter, None)
@@ -176,6 +178,7 @@ class EmbeddedEngine:
                 max_batch=max_batch,
                 budget=CacheBudget(cache),
                 max_context=min(longest, cache // token // PLACES * PLACES),
+                images=self._images,
             )
             undo.pop_all()
 
@@ -346,7 +349,9 @@ class EmbeddedEngine:
         if ranks is not None:
             return _leading_trainer(ranks, weights, share_prefixes=self.shares_prefixes)
         autocast = torch.float32 if self._base else self.dtype
-        return Trainer(weights, share_prefixes=self.shares_prefixes, compute_dtype=autocast)
+        return Trainer(
+            weights, share_prefixes=self.shares_prefixes, compute_dtype=autocast, images=self._images
+        )
 
 
 def _lora_base(

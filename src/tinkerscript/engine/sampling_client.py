@@ -20,6 +20,7 @@ from tinkerscript.engine.prefix_store import PrefixStore
 from tinkerscript.engine.running_batch import Report, Request, RunningBatch, SampledRow
 from tinkerscript.engine.sampling import PromptScores, score_prompt
 from tinkerscript.errors import EngineRequestError
+from tinkerscript.rollouts.call import PlacedImage
 
 
 class EmbeddedSamplingClient:
@@ -41,6 +42,7 @@ class EmbeddedSamplingClient:
             random=context.random,
             budget=context.budget,
             prefixes=self._prefixes,
+            images=context.images,
         )
         self._names = itertools.count()
 
@@ -82,6 +84,7 @@ class EmbeddedSamplingClient:
         grammar: str | None = None,
         min_p: float = 0.0,
         sampled: int = 0,
+        images: Sequence[PlacedImage] = (),
     ) -> Future[list[SampledRow]]:
         """`sample` with options that Tinker's method lacks. Cancelling the future ends the sampling.
 
@@ -94,8 +97,10 @@ class EmbeddedSamplingClient:
             grammar: Constrains the samples.
             min_p: Minimum probability, as a share of the most probable token's.
             sampled: How many of the last `ids` begin the reply, from other weights.
+            images: Images of the placeholders in `ids`.
         """
         request = self._request(ids, num_samples, sampling_params)
+        request.images = images
         request.stop_ids |= frozenset(stop_ids)
         request.report, request.top_logprobs, request.min_p = report, top_logprobs, min_p
         request.sampled = sampled

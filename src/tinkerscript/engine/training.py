@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from tinkerscript.engine.context import EngineContext, exact_context
 from tinkerscript.engine.decoder import Decoder, HubDecoder, text_config_of
+from tinkerscript.engine.image_features import IdsWithImages, ImageFeatures, ImageReader
 from tinkerscript.engine.losses import (
     ENTROPY,
     MASK,
@@ -72,6 +73,9 @@ class Example:
 
     inputs: dict[str, np.ndarray]
     """[T] each, including `MASK` and `TEMPERATURES`"""
+
+    images: Sequence[ImageFeatures] = ()
+    """Held while `ids` stand for them."""
 
 
 class Weights(ABC):
@@ -134,15 +138,17 @@ class Trainer:
         microbatch_tokens: int | None = None,
         share_prefixes: bool = False,
         compute_dtype: torch.dtype = torch.float32,
+        images: ImageReader | None = None,
     ) -> None:
         """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: of matrix
-        products (torch's autocast); weights and moments stay float32."""
+        products (torch's autocast); weights and moments stay float32. `images`: None refuses images."""
         self.weights = weights
         self.model = model = weights.model
         self._microbatch_tokens = microbatch_tokens or tokens_of_microbatch(model.device)
         self._pair_cost = pair_cost(model) if share_prefixes else None
         self._segments = takes_segments(model)
         self._compute_dtype = compute_dtype
+        self._images = images
         self._max_context = exact_context(model.config)
         self.reset_optimizer()
 
@@ -266,7 +272,14 @@ class Trainer:
         for name, tokens in (("model_input", ids), ("target_tokens", inputs["target_tokens"])):
             if tokens.min() < 0 or tokens.max() >= vocabulary:
                 raise EngineRequestError(f"datum {index}: {name} has ids outside [0, {vocabulary})")
-        return Example(index, ids, inputs)
+        if not isinstance(datum.model_input, IdsWithImages):
+            return Example(index, ids, inputs)
+        if self._images is None:
+            raise EngineRequestError(
+                f"datum {index}: images train on one device only; set engine.devices to 1"
+            )
+        read, images = self._images.read(ids.tolist(), datum.model_input.images)
+        return Example(index, np.asarray(read, np.int64), inputs, images)
 
     def _check_forms(self, where: str, ids: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
         """The last token is only a target, so the model reads T of T + 1."""

@@ -92,11 +92,13 @@ class PreparedRequest(msgspec.Struct, frozen=True):
             "request_digest": fingerprint.digest if fingerprint.key else "",
             "ignored": self.call.ignored,
             "side": self.call.side,
+            "images": turn.images,
         }
 
     def recorded_bytes(self, number: int = 0) -> int:
         turn, texts = self.turns[number], self.turns[number].texts
-        return self.call.n * len(turn.new_prompt) + sum(map(utf8_size, texts))
+        images = sum(len(image.data) for image in turn.images)
+        return self.call.n * (len(turn.new_prompt) + images) + sum(map(utf8_size, texts))
 
 
 class NamedModel(ABC):
@@ -173,7 +175,9 @@ class NamedModel(ABC):
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():
-            fingerprint, call = await in_thread_if(len(body) >= LONG_BODY, _read, dialect, caller, body)
+            # A small file may hold many pixels.
+            is_long = len(body) >= LONG_BODY or (dialect.takes_images and b"image_url" in body)
+            fingerprint, call = await in_thread_if(is_long, _read, dialect, caller, body)
             while attempt := state.cache.in_flight(fingerprint):
                 if await caller.until_disconnect(attempt.done.wait()) is None:
                     return
@@ -231,7 +235,7 @@ class NamedModel(ABC):
             for prompt in call.prompts:
                 turns.append(await session.plan_ids(prompt))
             if not call.prompts:
-                turns.append(await session.plan_async(call.messages, call.tools))
+                turns.append(await session.plan_async(call.messages, call.tools, call.files))
         except BaseException:
             for turn in turns:
                 session.release(turn)
@@ -273,10 +277,11 @@ def _read(dialect: Dialect[Any], caller: Caller, body: bytes) -> tuple[RequestFi
 
 
 def _dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
+    images = renderer.images is not None
     for dialect in DIALECTS:
-        yield dialect(renderer.tokenizer)
+        yield dialect(renderer.tokenizer, takes_images=images)
         if dialect.path in AGENT_FIELDS:
-            yield dialect(renderer.tokenizer, agent_mode=True)
+            yield dialect(renderer.tokenizer, agent_mode=True, takes_images=images)
 
 
 def route_of(dialect: Dialect[Any], *, counts: bool = False) -> str:

@@ -145,6 +145,7 @@ class SampledModel(NamedModel):
         return [
             SampleRequest(
                 prompt=turn.prompt,
+                images=turn.all_images,
                 max_tokens=min(max_tokens, renderer.max_context - len(turn.prompt) // 4),
                 num_samples=call.n,
                 **self._distribution(call),

@@ -12,14 +12,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
 
 from tinkerscript.errors import StoreError
 from tinkerscript.ledger.compression import packed, unpacked
-from tinkerscript.ledger.rows import CallRow, Row, columns, key_of
-from tinkerscript.rollouts.call import Call
+from tinkerscript.ledger.rows import CallRow, ImageRow, Row, columns, key_of
+from tinkerscript.rollouts.call import Call, PlacedImage
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ GATHERED_WRITES = 64
 GATHERED_BYTES = 2**18
 
 R = TypeVar("R", bound=Row)
+
+FILES = "SELECT digest, file FROM {s}images WHERE digest IN ({})"
 
 CALLS_OF_CLAIM = "SELECT call FROM {s}calls WHERE episode = ? AND attempt = ? ORDER BY number"
 
@@ -112,7 +115,22 @@ class Ledger(ABC):
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
         """Calls of each claim (episode sequence and attempt), oldest first."""
-        return [decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
+        found = [decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
+        return await self.with_files(found)
+
+    async def with_files(self, found: list[list[Call]]) -> list[list[Call]]:
+        """`found` with the files of their images."""
+        digests = {image.data for calls in found for call in calls for image in call.images}
+        if not digests:
+            return found
+        marks = ", ".join("?" * len(digests))
+        files = dict(await self.read(FILES.format(marks, s="{s}"), tuple(digests)))
+
+        def filled(call: Call) -> Call:
+            images = [PlacedImage(image.start, bytes(files[image.data])) for image in call.images]
+            return msgspec.structs.replace(call, images=images)
+
+        return [[filled(call) if call.images else call for call in calls] for calls in found]
 
     # Writing
 
@@ -142,7 +160,10 @@ class Ledger(ABC):
         await self.durable()
 
     def put_call(self, episode: int, attempt: int, call: Call) -> None:
-        self.put(call_row(episode, attempt, call))
+        rows = [ImageRow(digest=sha256(each.data).digest(), file=each.data) for each in call.images]
+        self.note(rows)
+        images = [PlacedImage(each.start, row.digest) for each, row in zip(call.images, rows, strict=True)]
+        self.put(call_row(episode, attempt, msgspec.structs.replace(call, images=images) if rows else call))
 
     def execute(self, sql: str, *parameters: Any) -> None:
         batch = self._open_batch()

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin
 
 import msgspec
 
-LEDGER_VERSION = 3
+LEDGER_VERSION = 4
 
 STANDS = 0  # `undone` of a row that still counts.
 OF_EPISODE = ("FOREIGN KEY (episode) REFERENCES {s}episodes (sequence)",)
@@ -173,11 +173,28 @@ class CallRow(Row, frozen=True, kw_only=True):
     sampled_tokens: int
     stop_reason: str
     call: bytes
-    """`rollouts.call.Call` as msgpack, `packed`. Empty if dropped."""
+    """`rollouts.call.Call` as msgpack, `packed`, with the digests of its images. Empty if dropped."""
 
     @property
     def size(self) -> int:
         return len(self.call)
+
+
+class ImageRow(Row, frozen=True, kw_only=True):
+    """An image in prompts, stored once. It stays when its calls are dropped, as samples do."""
+
+    TABLE = "images"
+    KEY = ("digest",)
+    KEEPS_FIRST = True
+
+    digest: bytes
+    """SHA-256 of `file`."""
+
+    file: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.file)
 
 
 class ResultRow(Row, frozen=True, kw_only=True):
@@ -432,6 +449,7 @@ TABLES: tuple[type[Row], ...] = (
     EpisodeRow,
     AttemptRow,
     CallRow,
+    ImageRow,
     ResultRow,
     TranscriptRow,
     ResumptionRow,

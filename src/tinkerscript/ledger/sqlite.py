@@ -71,10 +71,11 @@ class SqliteLedger(Ledger):
         with _explained(self._path):
             size = sum(self._reading.execute(_CALLS_SIZE, claim).fetchone()[0] for claim in claims)
             if size < LONG_BYTES:
-                return [
+                found = [
                     decoded(self._reading.execute(_plain(CALLS_OF_CLAIM), claim).fetchall())
                     for claim in claims
                 ]
+                return await self.with_files(found)
         return await super().calls(claims)
 
     async def write(self, batch: WriteBatch) -> None:

@@ -78,6 +78,20 @@ def unpack_logprobs(data: bytes) -> FloatArray:
     return np.frombuffer(data, dtype="<f4")
 
 
+class PlacedImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image in a prompt, or in a part of one."""
+
+    start: int
+    """Index of the first of its placeholder ids."""
+
+    data: bytes
+    """The file as the client sent it; in a ledger's call, its digest."""
+
+
+def moved_images(images: Iterable[PlacedImage], by: int) -> list[PlacedImage]:
+    return [PlacedImage(image.start + by, image.data) for image in images]
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One model call, exactly as sampled. Encoded as an array, without field names."""
 
@@ -157,6 +171,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """(policy version, index of its first id), in order, if weights changed during the call. Empty:
     `policy_version` sampled everything, or it is unknown where they changed."""
 
+    images: list[PlacedImage] = []
+    """Images of `new_prompt`, in order."""
+
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
             raise ValueError(
@@ -174,8 +191,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def size(self) -> int:
         texts = (self.messages, self.reply, self.tools)
-        return sum(map(utf8_size, texts)) + sum(
-            map(len, (self.new_prompt, self.sampled, self.logprobs, self.constrained))
+        return (
+            sum(map(utf8_size, texts))
+            + sum(map(len, (self.new_prompt, self.sampled, self.logprobs, self.constrained)))
+            + sum(len(image.data) for image in self.images)
         )
 
     @property

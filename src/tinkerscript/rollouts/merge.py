@@ -8,14 +8,16 @@ in its parent's sequence is copied.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
-from tinkerscript.rollouts.call import Call, calls_of, unpack_logprobs
+from tinkerscript.rollouts.call import Call, PlacedImage, calls_of, moved_images, unpack_logprobs
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
 TAIL_BYTES = 8 * 4  # The last 8 ids are part of a sequence's key.
@@ -25,11 +27,12 @@ Key = tuple[int, bytes]
 
 
 class _Sequence:
-    __slots__ = ("data", "fork", "number", "parent", "segments")
+    __slots__ = ("data", "fork", "images", "number", "parent", "segments")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.data = bytearray()
+        self.images: list[PlacedImage] = []
         self.segments: list[Segment] = []
         self.parent: int | None = None
         self.fork = 0
@@ -59,6 +62,7 @@ class _Sequence:
             tuple(self.segments),
             parent=self.parent,
             fork=self.fork,
+            images=tuple(self.images),
         )
 
 
@@ -68,6 +72,8 @@ class _Stream(NamedTuple):
     base: _Sequence | None
     length: int
     tail: bytes
+    images: list[PlacedImage]
+    """Of all ids. Two images have the same ids, so these are compared too."""
 
     @property
     def size(self) -> int:
@@ -84,6 +90,8 @@ class _Stream(NamedTuple):
 
     def starts_with(self, sequence: _Sequence) -> bool:
         size, shared = len(sequence.data), min(len(sequence.data), self.length)
+        if sequence.images != [image for image in self.images if 4 * image.start < size]:
+            return False
         with memoryview(sequence.data) as theirs:
             if self.base is not None and self.base is not sequence:
                 with memoryview(self.base.data) as ours:
@@ -131,6 +139,7 @@ class _OpenSequences:
         sequence.data += prompt.slice(0, prompt.size)
         for other in reversed(self._newest):
             shared = _common_prefix(sequence.data, other.data, longer_than=sequence.fork)
+            shared = min(shared, _first_difference(prompt.images, other.images))
             if shared > sequence.fork:
                 sequence.parent, sequence.fork = other.number, shared
         self.all.append(sequence)
@@ -161,21 +170,29 @@ def merge_calls(
         sequence = sequences.find(prompt) or sequences.open(prompt)
         if len(sequence.data) < prompt.size:
             sequence.data += prompt.slice(len(sequence.data), prompt.size)
+        sequence.images = prompt.images
         start = len(sequence.data) // 4
         sequence.data += call.sampled
         sequence.segments.append(Segment(call, start, len(sequence.data) // 4))
         sequences.put(sequence)
-        streams[call.call_id] = _Stream(sequence, len(sequence.data), b"")
+        streams[call.call_id] = _Stream(sequence, len(sequence.data), b"", sequence.images)
     return tuple(sequence.close(episode_uuid, trains_constrained) for sequence in sequences.all)
 
 
 def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:
     if call.parent_id is None:
-        return _Stream(None, 0, call.new_prompt)
+        return _Stream(None, 0, call.new_prompt, call.images)
     parent = streams.get(call.parent_id)
     if parent is None:
         raise ValueError(f"call {call.call_id}: its parent {call.parent_id} is not among the calls before it")
-    return parent._replace(tail=parent.tail + call.new_prompt)
+    images = [*parent.images, *moved_images(call.images, parent.size // 4)]
+    return parent._replace(tail=parent.tail + call.new_prompt, images=images)
+
+
+def _first_difference(ours: list[PlacedImage], theirs: list[PlacedImage]) -> float:
+    """The first placeholder of an image that the other does not have there."""
+    differing = [pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1]]
+    return min((image.start for pair in differing for image in pair if image), default=math.inf)
 
 
 def _common_prefix(ours: bytearray, theirs: bytearray, *, longer_than: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerscript.errors import MAX_REWARD
-from tinkerscript.rollouts.call import Call, FloatArray, IntArray
+from tinkerscript.rollouts.call import Call, FloatArray, IntArray, PlacedImage
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -79,6 +79,8 @@ class Rollout:
 
     fork: int = 0
     """Number of leading tokens shared with it."""
+
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def policy_versions(self) -> frozenset[int]:

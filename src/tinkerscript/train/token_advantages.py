@@ -24,6 +24,7 @@ from tinkerscript.config import (
     RunConfig,
 )
 from tinkerscript.dashboard.progress import ProgressReporter
+from tinkerscript.errors import EngineError
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.advantages import Doubles, WeightedRollout
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray
@@ -71,6 +72,11 @@ class KLPenalty:
 
 async def scored(reference: ReferenceLogprobs, items: Sequence[WeightedRollout]) -> list[FloatArray]:
     rollouts = [item.rollout for item in items]
+    if any(rollout.images for rollout in rollouts):
+        raise EngineError(
+            "sequences with images cannot be scored by another model: train without kl_penalty_coef, KL "
+            "losses (loss_config.kl_*) and distillation"
+        )
     return await reference([each.tokens for each in rollouts], [each.temperatures for each in rollouts])
 
 

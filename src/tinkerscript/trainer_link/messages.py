@@ -18,7 +18,7 @@ from tinkerscript.protocol import POLICY, TRAINER_POOL, EngineStatus, EpisodeTyp
 from tinkerscript.rollouts.call import Call, calls_of, full_prompts
 from tinkerscript.sampler import Progress, SampleRequest, SampleResult
 
-LINK_VERSION = 16
+LINK_VERSION = 17
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):

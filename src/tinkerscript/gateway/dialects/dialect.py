@@ -56,6 +56,9 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """If false, tool calls stay text."""
 
     template_kwargs: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    """Digest -> the images of `messages`."""
+
     prompts: list[bytes] = []
     """Prompts as ids (int32) instead of messages. Each gets `n` plain-text completions."""
 
@@ -155,9 +158,12 @@ class Dialect(ABC, Generic[CallT]):
 
     path: ClassVar[str]
 
-    def __init__(self, tokenizer: LightTokenizer, *, agent_mode: bool = False) -> None:
+    def __init__(
+        self, tokenizer: LightTokenizer, *, agent_mode: bool = False, takes_images: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.agent_mode = agent_mode
+        self.takes_images = takes_images
 
     def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
         """Raises GatewayError 400, also for a call beyond one of `limits`."""

@@ -1,0 +1,158 @@
+"""Images as token ids: every position of an image gets an id below zero that no other position has.
+
+So whatever compares ids (the prefix cache, the packing of training rows) tells images apart, although all
+have the same placeholder in a prompt. The embedding layer looks these ids up in the features that the model's
+own vision tower and projector made of the image. Both are frozen, so sampler and trainer share the features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import tinker
+import torch
+from PIL import Image
+from pydantic import ConfigDict
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tinkerscript.errors import EngineRequestError
+from tinkerscript.model_folder import IMAGE_MODEL_TYPES
+from tinkerscript.rollouts.call import PlacedImage
+
+FEATURE_BYTES = 2**28
+"""Features to keep for later requests, apart from images in use."""
+
+_SPAN = 2**20
+"""More than an image's tokens."""
+
+_PROCESSORS = {"idefics3": "Idefics3ImageProcessorPil", "smolvlm": "SmolVLMImageProcessorPil"}
+
+_NUMBERS = itertools.count()
+
+
+class ImageFeatures:
+    """The language model's inputs for one image. Hold it as long as its ids are in use."""
+
+    def __init__(self, features: Tensor) -> None:
+        self.features = features
+        """(K, C)"""
+
+        self._number = next(_NUMBERS)
+        _IMAGES[self._number] = self
+
+    @property
+    def ids(self) -> list[int]:
+        first = self._number * _SPAN
+        return [~(first + place) for place in range(len(self.features))]
+
+
+_IMAGES: WeakValueDictionary[int, ImageFeatures] = WeakValueDictionary()
+
+
+class IdsWithImages(tinker.ModelInput):
+    """Ids [T] with the placeholders of images, and the images."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    images: tuple[PlacedImage, ...] = ()
+
+
+def with_images(datum: tinker.Datum, images: tuple[PlacedImage, ...]) -> tinker.Datum:
+    if not images:
+        return datum
+    ids = IdsWithImages(chunks=datum.model_input.chunks, images=images)
+    return tinker.Datum(model_input=ids, loss_fn_inputs=datum.loss_fn_inputs)
+
+
+class ImageReader:
+    """Turns the images of one model's prompts into ids. Belongs to the engine's thread."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        self._model: Any = model
+        self._folder = folder
+        self._placeholder: int | None = getattr(model.config, "image_token_id", None)
+        self._known: OrderedDict[bytes, ImageFeatures] = OrderedDict()
+
+    @cached_property
+    def _processor(self) -> Any:
+        # The one with Pillow, because torchvision's resizes a little differently.
+        name = self._model.config.model_type
+        module = import_module(f"transformers.models.{name}.image_processing_pil_{name}")
+        kind: Any = getattr(module, _PROCESSORS[name])
+        return kind.from_pretrained(self._folder, local_files_only=True)
+
+    def read(
+        self, ids: Sequence[int], images: Sequence[PlacedImage]
+    ) -> tuple[list[int], list[ImageFeatures]]:
+        """`ids` with the placeholders of `images` replaced, and what must be held while these ids are in use.
+
+        Raises EngineRequestError if the model takes no images, or the placeholders are not where the images
+        are.
+        """
+        if images and not takes_images(self._model):
+            raise EngineRequestError(f"images: a {self._model.config.model_type} takes only text here")
+        found, held = list(ids), list[ImageFeatures]()
+        ends = [image.start for image in images[1:]] + [len(found)]
+        for image, end in zip(images, ends, strict=True):
+            held.append(self._features_of(image.data))
+            places = [at for at in range(image.start, end) if found[at] == self._placeholder]
+            new = held[-1].ids
+            if len(places) < len(new) or places[0] != image.start:
+                raise EngineRequestError(
+                    f"images: the image at token {image.start} needs {len(new)} placeholders "
+                    f"({self._placeholder}) from there on; the prompt has {len(places)}"
+                )
+            for place, each in zip(places, new, strict=False):
+                found[place] = each
+        return found, held
+
+    def _features_of(self, data: bytes) -> ImageFeatures:
+        digest = hashlib.sha256(data).digest()
+        found = self._known.get(digest) or ImageFeatures(self._computed(data))
+        self._known[digest] = found
+        self._known.move_to_end(digest)
+        while sum(each.features.nbytes for each in self._known.values()) > FEATURE_BYTES:
+            self._known.popitem(last=False)
+        return found
+
+    @torch.no_grad()
+    def _computed(self, data: bytes) -> Tensor:
+        with Image.open(io.BytesIO(data)) as image:
+            pixels = self._processor([[image.convert("RGB")]], return_tensors="pt")
+        inputs = {name: each.to(self._model.device) for name, each in pixels.items()}
+        return self._model.get_image_features(**inputs).pooler_output.flatten(0, 1)
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    return model.config.model_type in IMAGE_MODEL_TYPES
+
+
+def embed_images(model: PreTrainedModel) -> None:
+    """Make the model's embedding layer look up the ids of images in their features."""
+    embeddings: Any = model.get_input_embeddings()
+    embeddings.forward = partial(_embedded, embeddings.forward)
+
+
+def _embedded(embed: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+    """ids (B, N) -> (B, N, C)"""
+    of_images = ids < 0
+    if not of_images.any():
+        return embed(ids)
+    embedded = embed(ids.clamp(min=0))
+    places = ~ids[of_images]
+    features = embedded.new_empty(len(places), embedded.shape[-1])
+    numbers = places // _SPAN
+    for number in numbers.unique().tolist():
+        own = numbers == number
+        features[own] = _IMAGES[number].features[places[own] % _SPAN].to(features.dtype)
+    return embedded.masked_scatter(of_images[..., None], features)
