@@ -63,6 +63,7 @@ REFUSED_TEXT = """\
 ## What is refused
 
 A field that is not supported is refused by name, with status 400, before anything is sampled.
+[Some models](models.md#images) take images in chat completions; the table is of a model of text.
 """
 
 SNIPPETS_TEXT = """\

@@ -15,6 +15,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from tinkerscript.model_folder import TINY_MODEL
 
@@ -31,8 +32,10 @@ TEMPLATE = (
 SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 
 
-def make_vision_model(folder: Path, *, seed: int = 0, splits: bool = True, context: int = 512) -> Path:
-    """Write the model, its tokenizer and its processor's settings to `folder`."""
+def make_vision_model(
+    folder: Path, family: str = "Idefics3", *, seed: int = 0, splits: bool = True, context: int = 512
+) -> Path:
+    """Write the model, its tokenizer and its processor's settings to `folder`. `family` may be SmolVLM."""
     folder.mkdir(parents=True)
     tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
     rows = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
@@ -54,7 +57,7 @@ def make_vision_model(folder: Path, *, seed: int = 0, splits: bool = True, conte
         **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
         **{"image_size": TILE, "patch_size": 8},
     }
-    config = transformers.Idefics3Config(
+    config = getattr(transformers, f"{family}Config")(
         text_config=text,
         vision_config=tower,
         scale_factor=2,
@@ -62,13 +65,14 @@ def make_vision_model(folder: Path, *, seed: int = 0, splits: bool = True, conte
         pad_token_id=text["pad_token_id"],
         tie_word_embeddings=False,
     )
-    model = transformers.Idefics3ForConditionalGeneration(config).eval()
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     for parameter in model.parameters():  # So large that attention, and with it the image, is felt.
         if parameter.dim() > 1:
             parameter.data *= 4
     model.generation_config.eos_token_id = end
     model.save_pretrained(folder)
-    Idefics3ImageProcessorPil(
+    kind = {"Idefics3": Idefics3ImageProcessorPil, "SmolVLM": SmolVLMImageProcessorPil}[family]
+    kind(
         size={"longest_edge": 2 * TILE}, max_image_size={"longest_edge": TILE}, do_image_splitting=splits
     ).save_pretrained(folder)
     path = folder / "processor_config.json"
@@ -99,5 +103,7 @@ class Processor(Idefics3Processor):
 
 def own_processor(folder: Path) -> Processor:
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    images = Idefics3ImageProcessorPil.from_pretrained(folder)
+    kind = json.loads((folder / "preprocessor_config.json").read_text())["image_processor_type"]
+    smol = "SmolVLM" in kind
+    images = (SmolVLMImageProcessorPil if smol else Idefics3ImageProcessorPil).from_pretrained(folder)
     return Processor(images, tokenizer, image_seq_len=4, chat_template=TEMPLATE)

@@ -20,14 +20,12 @@ from weakref import WeakValueDictionary
 
 import tinker
 import torch
-from PIL import Image
-from pydantic import ConfigDict
+from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tinkerscript.errors import EngineRequestError
 from tinkerscript.model_folder import IMAGE_MODEL_TYPES
-from tinkerscript.rollouts.call import PlacedImage
 
 FEATURE_BYTES = 2**28
 """Features to keep for later requests, apart from images in use."""
@@ -38,6 +36,10 @@ _SPAN = 2**20
 _PROCESSORS = {"idefics3": "Idefics3ImageProcessorPil", "smolvlm": "SmolVLMImageProcessorPil"}
 
 _NUMBERS = itertools.count()
+
+
+Placed = tuple[int, bytes]
+"""An image in ids: where its first placeholder is, and its file."""
 
 
 class ImageFeatures:
@@ -62,12 +64,10 @@ _IMAGES: WeakValueDictionary[int, ImageFeatures] = WeakValueDictionary()
 class IdsWithImages(tinker.ModelInput):
     """Ids [T] with the placeholders of images, and the images."""
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    images: tuple[PlacedImage, ...] = ()
+    images: tuple[Placed, ...] = ()
 
 
-def with_images(datum: tinker.Datum, images: tuple[PlacedImage, ...]) -> tinker.Datum:
+def with_images(datum: tinker.Datum, images: tuple[Placed, ...]) -> tinker.Datum:
     if not images:
         return datum
     ids = IdsWithImages(chunks=datum.model_input.chunks, images=images)
@@ -91,9 +91,7 @@ class ImageReader:
         kind: Any = getattr(module, _PROCESSORS[name])
         return kind.from_pretrained(self._folder, local_files_only=True)
 
-    def read(
-        self, ids: Sequence[int], images: Sequence[PlacedImage]
-    ) -> tuple[list[int], list[ImageFeatures]]:
+    def read(self, ids: Sequence[int], images: Sequence[Placed]) -> tuple[list[int], list[ImageFeatures]]:
         """`ids` with the placeholders of `images` replaced, and what must be held while these ids are in use.
 
         Raises EngineRequestError if the model takes no images, or the placeholders are not where the images
@@ -102,23 +100,23 @@ class ImageReader:
         if images and not takes_images(self._model):
             raise EngineRequestError(f"images: a {self._model.config.model_type} takes only text here")
         found, held = list(ids), list[ImageFeatures]()
-        ends = [image.start for image in images[1:]] + [len(found)]
-        for image, end in zip(images, ends, strict=True):
-            held.append(self._features_of(image.data))
-            places = [at for at in range(image.start, end) if found[at] == self._placeholder]
+        ends = [start for start, _ in images[1:]] + [len(found)]
+        for (start, file), end in zip(images, ends, strict=True):
+            held.append(self._features_of(file))
+            places = [at for at in range(start, end) if found[at] == self._placeholder]
             new = held[-1].ids
-            if len(places) < len(new) or places[0] != image.start:
+            if len(places) < len(new) or places[0] != start:
                 raise EngineRequestError(
-                    f"images: the image at token {image.start} needs {len(new)} placeholders "
+                    f"images: the image at token {start} needs {len(new)} placeholders "
                     f"({self._placeholder}) from there on; the prompt has {len(places)}"
                 )
             for place, each in zip(places, new, strict=False):
                 found[place] = each
         return found, held
 
-    def _features_of(self, data: bytes) -> ImageFeatures:
-        digest = hashlib.sha256(data).digest()
-        found = self._known.get(digest) or ImageFeatures(self._computed(data))
+    def _features_of(self, file: bytes) -> ImageFeatures:
+        digest = hashlib.sha256(file).digest()
+        found = self._known.get(digest) or ImageFeatures(self._computed(file))
         self._known[digest] = found
         self._known.move_to_end(digest)
         while sum(each.features.nbytes for each in self._known.values()) > FEATURE_BYTES:
@@ -126,9 +124,11 @@ class ImageReader:
         return found
 
     @torch.no_grad()
-    def _computed(self, data: bytes) -> Tensor:
-        with Image.open(io.BytesIO(data)) as image:
-            pixels = self._processor([[image.convert("RGB")]], return_tensors="pt")
+    def _computed(self, file: bytes) -> Tensor:
+        with Image.open(io.BytesIO(file)) as image:
+            # As transformers loads files.
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+        pixels = self._processor([[upright]], return_tensors="pt")
         inputs = {name: each.to(self._model.device) for name, each in pixels.items()}
         return self._model.get_image_features(**inputs).pooler_output.flatten(0, 1)
 

@@ -26,12 +26,11 @@ from torch import Tensor
 
 from tinkerscript.engine.decoder import Decoder
 from tinkerscript.engine.grammars import Matcher
-from tinkerscript.engine.image_features import ImageFeatures, ImageReader
+from tinkerscript.engine.image_features import ImageFeatures, ImageReader, Placed
 from tinkerscript.engine.kv_cache import CacheBudget, KVCache, RowState, cut, stored_tokens
 from tinkerscript.engine.prefix_store import Ids, Prefilled, PrefixStore
 from tinkerscript.engine.sampling import Chosen, RowSettings, choose
 from tinkerscript.errors import EngineError
-from tinkerscript.rollouts.call import PlacedImage
 
 PREFILL_TOKENS = 2048
 """Padded tokens per prefill; a longer prompt takes several."""
@@ -80,7 +79,7 @@ class Request:
     """The prompt's last ids that begin the reply, from other weights. Stop strings may begin there."""
 
     matchers: list[Matcher] | None = None
-    images: Sequence[PlacedImage] = ()
+    images: Sequence[Placed] = ()
     """Images of `prompt`, the placeholders of which become their ids in `submit`."""
 
     held: Sequence[ImageFeatures] = ()

@@ -16,11 +16,11 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
 from tinkerscript.engine.context import EngineContext
 from tinkerscript.engine.decoder import Decoder
+from tinkerscript.engine.image_features import Placed
 from tinkerscript.engine.prefix_store import PrefixStore
 from tinkerscript.engine.running_batch import Report, Request, RunningBatch, SampledRow
 from tinkerscript.engine.sampling import PromptScores, score_prompt
 from tinkerscript.errors import EngineRequestError
-from tinkerscript.rollouts.call import PlacedImage
 
 
 class EmbeddedSamplingClient:
@@ -84,7 +84,7 @@ class EmbeddedSamplingClient:
         grammar: str | None = None,
         min_p: float = 0.0,
         sampled: int = 0,
-        images: Sequence[PlacedImage] = (),
+        images: Sequence[Placed] = (),
     ) -> Future[list[SampledRow]]:
         """`sample` with options that Tinker's method lacks. Cancelling the future ends the sampling.
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, MessageImage, images_of
@@ -46,7 +46,7 @@ def file_of(url: str, where: str) -> bytes:
             else "a data URL of an image begins with data:image/png;base64, (or jpeg, or webp)",
             where,
         )
-    IMAGE_BYTES.check((len(url) - found.end()) * 3 // 4, where)
+    IMAGE_BYTES.check((len(url) - found.end()) * 3 // 4 - url[-2:].count("="), where)
     try:
         return base64.b64decode(url[found.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
@@ -66,7 +66,7 @@ def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
             IMAGE_PIXELS.check(width * height, where)
             if getattr(image, "is_animated", False):
                 raise _refused("it is an animation; send one frame", where)
-            image.convert("RGB")
+            width, height = ImageOps.exif_transpose(image).convert("RGB").size
     except GatewayError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

@@ -10,6 +10,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,9 @@ _IDS = random.Random()
 
 UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # A lost claim or a busy engine is not a failed call.
 LONG_BODY = 2**18  # Longer bodies are parsed in a thread, which takes 0.5 ms.
+
+# A small file may hold many pixels, and decoding them must not delay requests without images.
+_DECODING = ThreadPoolExecutor(1, "images")
 
 
 @dataclass(slots=True)
@@ -175,9 +179,11 @@ class NamedModel(ABC):
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():
-            # A small file may hold many pixels.
-            is_long = len(body) >= LONG_BODY or (dialect.takes_images and b"image_url" in body)
-            fingerprint, call = await in_thread_if(is_long, _read, dialect, caller, body)
+            if dialect.takes_images and b"image_url" in body:
+                loop = asyncio.get_running_loop()
+                fingerprint, call = await loop.run_in_executor(_DECODING, _read, dialect, caller, body)
+            else:
+                fingerprint, call = await in_thread_if(len(body) >= LONG_BODY, _read, dialect, caller, body)
             while attempt := state.cache.in_flight(fingerprint):
                 if await caller.until_disconnect(attempt.done.wait()) is None:
                     return

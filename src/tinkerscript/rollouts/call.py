@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -78,7 +78,7 @@ def unpack_logprobs(data: bytes) -> FloatArray:
     return np.frombuffer(data, dtype="<f4")
 
 
-class PlacedImage(msgspec.Struct, frozen=True, array_like=True):
+class PlacedImage(NamedTuple):
     """An image in a prompt, or in a part of one."""
 
     start: int

@@ -159,6 +159,10 @@ def _metadata(episode: EpisodeRollouts) -> str:
 
 
 def _row(rollout: Rollout, places: Mapping[str, int]) -> dict[str, Any]:
+    if rollout.images:
+        raise ConversionError(
+            f"a sequence of episode {rollout.episode_uuid} has images; a table has no column for them"
+        )
     for segment in rollout.segments:
         if segment.call.call_id not in places:
             raise ConversionError(

@@ -12,7 +12,7 @@ import pytest
 import tinker
 import torch
 from peft import LoraConfig, get_peft_model
-from PIL import Image
+from PIL import ExifTags, Image
 
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.image_features import IdsWithImages
@@ -21,7 +21,7 @@ from tinkerscript.engine.running_batch import SampledRow
 from tinkerscript.engine.weights import LoraSettings, load_model
 from tinkerscript.errors import EngineRequestError
 from tinkerscript.rollouts.call import PlacedImage
-from vision_model import make_vision_model, own_processor, picture
+from vision_model import data_url, make_vision_model, own_processor, picture
 
 LORA = LoraSettings(rank=2, targets=("attn", "mlp", "unembed"))
 ONE, OTHER = picture(0), picture(1)
@@ -44,7 +44,7 @@ class Prompt:
     """A conversation's ids, and the processor's tensors."""
 
     def __init__(self, folder: Path, *files: bytes) -> None:
-        images = [{"type": "image", "image": Image.open(io.BytesIO(each))} for each in files]
+        images = [{"type": "image", "url": data_url(each)} for each in files]
         message = {"role": "user", "content": [*images, {"type": "text", "text": "What is it?"}]}
         processor = own_processor(folder)
         self.inputs: dict[str, Any] = processor.apply_chat_template(
@@ -105,6 +105,23 @@ def trained(engine: EmbeddedEngine, *data: tinker.Datum) -> list[np.ndarray]:
     return [row["logprobs"].to_numpy() for row in output.loss_fn_outputs]
 
 
+def odd_files() -> Iterator[bytes]:
+    with Image.open(io.BytesIO(picture(4))) as image:
+        exif = image.getexif()
+        exif[ExifTags.Base.Orientation] = 6
+        transparent = image.convert("RGBA")
+        transparent.putalpha(90)
+        for kind, made, more in (
+            ("JPEG", image, {"exif": exif}),
+            ("PNG", transparent, {}),
+            ("WEBP", transparent, {}),
+            ("PNG", image.convert("P"), {}),
+        ):
+            file = io.BytesIO()
+            made.save(file, kind, **more)
+            yield file.getvalue()
+
+
 def test_samples_have_the_logprobs_of_the_models_own_forward_pass(
     engine: EmbeddedEngine, folder: Path
 ) -> None:
@@ -112,8 +129,24 @@ def test_samples_have_the_logprobs_of_the_models_own_forward_pass(
     (row,) = sampled(engine, prompt)
     expected = own_logprobs(own, prompt, row.ids)
     assert row.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    # Turned, transparent, and of a palette: as transformers loads them.
+    for each in odd_files():
+        odd = Prompt(folder, each)
+        (of_odd,) = sampled(engine, odd)
+        assert of_odd.logprobs == pytest.approx(own_logprobs(own, odd, of_odd.ids).tolist(), abs=1e-5)
     swapped = Prompt(folder, OTHER, ONE)
     assert row.logprobs != pytest.approx(own_logprobs(own, swapped, row.ids).tolist(), abs=1e-2)
+
+
+def test_smolvlm_reads_images_too(tmp_path: Path) -> None:
+    folder = make_vision_model(tmp_path / "model", "SmolVLM")
+    prompt, own = Prompt(folder, ONE, OTHER), load_model(folder)
+    with EmbeddedEngine(folder, checkpoint_dir=tmp_path, lora=LORA) as engine:
+        (row,) = sampled(engine, prompt)
+        expected = own_logprobs(own, prompt, row.ids)
+        assert row.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+        (logprobs,) = trained(engine, datum(prompt, row.ids))
+        assert logprobs[len(prompt.ids) - 1 :] == pytest.approx(row.logprobs, abs=1e-5)
 
 
 def test_the_trainer_computes_the_same_logprobs_and_the_same_gradient(

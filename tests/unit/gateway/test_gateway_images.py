@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from gateway_bench import Bench
 from session_book import Book, assistant, user
@@ -54,16 +54,23 @@ def asked(*parts: dict[str, Any] | bytes | str) -> dict[str, Any]:
     return {"role": "user", "content": made}
 
 
+def turned(data: bytes) -> bytes:
+    """The image as of a camera that was held sideways."""
+    file = io.BytesIO()
+    with Image.open(io.BytesIO(data)) as image:
+        exif = image.getexif()
+        exif[ExifTags.Base.Orientation] = 6
+        image.save(file, "JPEG", exif=exif)
+    return file.getvalue()
+
+
 def processors_ids(folder: Path, messages: list[dict[str, Any]]) -> list[int]:
     """The ids that transformers' processor makes of a request's messages."""
 
     def of(part: dict[str, Any]) -> dict[str, Any]:
         if part["type"] != "image_url":
             return part
-        url = part["image_url"]["url"]
-        image, data = read_image(url, 0, "here")
-        assert image["width"] > 0
-        return {"type": "image", "image": Image.open(io.BytesIO(data))}
+        return {"type": "image", "url": part["image_url"]["url"]}
 
     contents = [
         [text_part(each["content"])] if isinstance(each["content"], str) else list(map(of, each["content"]))
@@ -89,6 +96,7 @@ async def test_prompts_have_the_ids_of_transformers_processor(tmp_path: Path, sp
         [asked("Compare ", ONE, " with ", OTHER, ".")],
         [{"role": "system", "content": "Be brief."}, asked("Look:\n", picture(3, (9, 40)))],
         [asked(picture(4, (64, 64), "JPEG"), picture(5, (33, 20), "WEBP"), "é\n\nok?")],
+        [asked(turned(picture(6, (20, 60))), "A photo.")],
         [user("No image here.")],
     ]
     for messages in conversations:
@@ -195,6 +203,12 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
 
 
+def plain(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
 def animation() -> bytes:
     file = io.BytesIO()
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
@@ -254,11 +268,18 @@ async def test_pixels_are_counted_before_they_are_decoded(
 
 async def test_requests_have_at_most_so_many_images(seeing: Bench) -> None:
     small = picture(0, (8, 8))
-    response = await seeing.post([asked(*[small] * 40), asked(*[small] * 25)])
+    response = await seeing.post([asked(*[small] * 20), asked(*[small] * 13)])
     assert response.status_code == 400
-    assert "images: 65 images; images allows 64" in response.json()["error"]["message"]
-    response = await seeing.post([asked(*[small] * 65)])
-    assert "images allows 64" in response.json()["error"]["message"]
+    assert "images: 33 images; images allows 32" in response.json()["error"]["message"]
+    response = await seeing.post([asked(*[small] * 33)])
+    assert "images allows 32" in response.json()["error"]["message"]
+
+
+async def test_what_is_at_a_limit_passes(seeing: Bench) -> None:
+    for images in ([picture(0, (8, 8))] * 32, [ONE.ljust(2**23)], [plain(4096, 4096)]):
+        response = await seeing.post([asked(*images)], max_tokens=1)
+        error = response.json().get("error", {"code": "context_length_exceeded"})
+        assert error["code"] == "context_length_exceeded", error
 
 
 @pytest.mark.parametrize(
