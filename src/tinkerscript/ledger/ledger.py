@@ -35,6 +35,8 @@ R = TypeVar("R", bound=Row)
 
 FILES = "SELECT digest, file FROM {s}images WHERE digest IN ({})"
 
+FILES_AT_ONCE = 1000  # Databases bound a statement's parameters.
+
 CALLS_OF_CLAIM = "SELECT call FROM {s}calls WHERE episode = ? AND attempt = ? ORDER BY number"
 
 _encode_call = msgspec.msgpack.Encoder().encode
@@ -120,14 +122,15 @@ class Ledger(ABC):
 
     async def with_files(self, found: list[list[Call]]) -> list[list[Call]]:
         """`found` with the files of their images."""
-        digests = {image.data for calls in found for call in calls for image in call.images}
-        if not digests:
-            return found
-        marks = ", ".join("?" * len(digests))
-        files = dict(await self.read(FILES.format(marks, s="{s}"), tuple(digests)))
+        digests = list({image.data for calls in found for call in calls for image in call.images})
+        files: dict[bytes, bytes] = {}
+        for begin in range(0, len(digests), FILES_AT_ONCE):
+            some = digests[begin : begin + FILES_AT_ONCE]
+            rows = await self.read(FILES.format(", ".join("?" * len(some)), s="{s}"), some)
+            files |= {bytes(digest): bytes(file) for digest, file in rows}
 
         def filled(call: Call) -> Call:
-            images = [PlacedImage(image.start, bytes(files[image.data])) for image in call.images]
+            images = [PlacedImage(image.start, files[image.data]) for image in call.images]
             return msgspec.structs.replace(call, images=images)
 
         return [[filled(call) if call.images else call for call in calls] for calls in found]

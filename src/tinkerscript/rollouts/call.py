@@ -7,6 +7,7 @@ conversion.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -309,7 +310,29 @@ def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
         call = by_id.get(call.parent_id or "")
     messages: list[dict[str, Any]] = []
     for call in reversed(chain):
-        messages += json.loads(call.messages)
+        images = iter(call.images)
+        messages += [_with_parts(message, images) for message in json.loads(call.messages)]
         reply = json.loads(call.reply)
         messages += [reply] if reply else []
     return messages
+
+
+def _with_parts(message: dict[str, Any], images: Iterator[PlacedImage]) -> dict[str, Any]:
+    """`message` with the files of its images, the next of `images`."""
+    content, begin = message["content"], 0
+    parts: list[dict[str, Any]] = []
+    for image in message.pop("images", ()):
+        parts.append({"type": "text", "text": content[begin : image["at"]]})
+        url = f"data:{_media_type(data := next(images).data)};base64,{base64.b64encode(data).decode()}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+        begin = image["at"]
+    if not parts:
+        return message
+    parts.append({"type": "text", "text": content[begin:]})
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
+
+
+def _media_type(data: bytes) -> str:
+    if data.startswith(b"\x89PNG"):
+        return "image/png"
+    return "image/webp" if data.startswith(b"RIFF") else "image/jpeg"

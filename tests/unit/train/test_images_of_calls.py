@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,17 @@ import numpy as np
 import pytest
 
 from rollout_helpers import make_call, make_episode, make_group
-from tinkerscript.errors import ConversionError
+from tinkerscript.errors import ConversionError, EngineError
+from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.alignment.checks import find_errors
 from tinkerscript.rollouts.alignment.diagnosis import Contradictions
-from tinkerscript.rollouts.call import Call, PlacedImage
+from tinkerscript.rollouts.call import Call, PlacedImage, conversation_of
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.parquet import write_parquet
 from tinkerscript.sampler import SampleRequest, SampleResult
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.train.policy import SeededSampler
+from tinkerscript.train.token_advantages import scored
 
 CAT, DOG = b"cat", b"dog"
 IMAGE = 7
@@ -113,3 +117,35 @@ def test_a_table_takes_no_sequences_with_images(tmp_path: Path) -> None:
     group = make_group([make_episode([asked(None, CAT, [3, 4])])])
     with pytest.raises(ConversionError, match="has images"):
         write_parquet(tmp_path / "table", [group])
+
+
+def test_judges_read_the_images_of_a_conversation() -> None:
+    """As `image_url` parts, in OpenAI's format."""
+    image = {"sha256": "", "width": 1, "height": 1}
+    said = [
+        {"role": "user", "content": "What are and ?", "images": [{**image, "at": 9}, {**image, "at": 13}]},
+        {"role": "user", "content": "", "images": [{**image, "at": 0}]},
+    ]
+    files = [b"\x89PNG\r\n", b"\xff\xd8\xff", b"RIFF....WEBP"]
+    placed = [PlacedImage(number, file) for number, file in enumerate(files)]
+    call = make_call(None, [7, 7, 7], [3], images=placed, messages=json.dumps(said))
+
+    def part(kind: str, file: bytes) -> dict[str, Any]:
+        url = f"data:image/{kind};base64,{base64.b64encode(file).decode()}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    kinds = [part(*each) for each in zip(("png", "jpeg", "webp"), files, strict=True)]
+    first, second = conversation_of([call])
+    texts = [{"type": "text", "text": text} for text in ("What are ", "and ", "?")]
+    assert first["content"] == [texts[0], kinds[0], texts[1], kinds[1], texts[2]]
+    assert second == {"role": "user", "content": [kinds[2]]}
+
+
+async def test_sequences_with_images_are_not_scored_by_another_model() -> None:
+    (rollout,) = merge_calls([asked(None, CAT, [3, 4])], episode_uuid="e")
+
+    async def reference(*_: object) -> list[Any]:
+        raise AssertionError("asked")
+
+    with pytest.raises(EngineError, match="without kl_penalty_coef"):
+        await scored(reference, [WeightedRollout(rollout, np.zeros(6, np.float32))])
