@@ -16,24 +16,34 @@ from tokenizers import AddedToken, Tokenizer
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+from transformers.models.smolvlm.processing_smolvlm import DEFAULT_CHAT_TEMPLATE
 
 from tinkerscript.model_folder import TINY_MODEL
 
 TILE = 32
 """Pixels of the side of what the tower sees at once: 4 tokens."""
 
-# The format of the published SmolVLM, which reads lists of parts only, with the turns of the tiny model.
+# Like SmolVLM's, it reads lists of parts only; its turns are those of the tiny model.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{message['role']}}\n"
     "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{part['text']}}"
     "{% elif part['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+SMOLVLM_TEMPLATE = DEFAULT_CHAT_TEMPLATE
+"""The published one."""
+
 SPECIAL = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 
 
 def make_vision_model(
-    folder: Path, family: str = "Idefics3", *, seed: int = 0, splits: bool = True, context: int = 512
+    folder: Path,
+    family: str = "Idefics3",
+    *,
+    seed: int = 0,
+    splits: bool = True,
+    context: int = 512,
+    template: str = TEMPLATE,
 ) -> Path:
     """Write the model, its tokenizer and its processor's settings to `folder`. `family` may be SmolVLM."""
     folder.mkdir(parents=True)
@@ -44,7 +54,7 @@ def make_vision_model(
     settings = json.loads((TINY_MODEL / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     end = tokenizer.token_to_id("<|im_end|>")
     torch.manual_seed(seed)
     text: dict[str, Any] = {
@@ -105,5 +115,6 @@ def own_processor(folder: Path) -> Processor:
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     kind = json.loads((folder / "preprocessor_config.json").read_text())["image_processor_type"]
     smol = "SmolVLM" in kind
+    template = (folder / "chat_template.jinja").read_text()
     images = (SmolVLMImageProcessorPil if smol else Idefics3ImageProcessorPil).from_pretrained(folder)
-    return Processor(images, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
+    return Processor(images, tokenizer, image_seq_len=4, chat_template=template)

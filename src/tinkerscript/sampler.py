@@ -44,7 +44,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for samples. Lengths are in tokens."""
 
     prompt: bytes  # Ids (int32).
-    images: list[PlacedImage] = []
+    images: list[PlacedImage] = []  # Of `prompt`.
     max_tokens: int
     num_samples: int = 1
     temperature: float = 1.0

@@ -108,7 +108,7 @@ class MessageForm:
             given["tool_call_id"] = _short_id(given["tool_call_id"])
         if calls := given.get("tool_calls"):
             given["tool_calls"] = [self._call(call) for call in calls]
-            given["content"] = given["content"] or ([] if self.in_parts else self.empty_content)
+            given["content"] = given["content"] or self.empty_content
         return given
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
@@ -251,11 +251,12 @@ def with_image_places(message: ChatMessage) -> ChatMessage:
 
 
 def _parts(content: str, has_images: bool) -> list[dict[str, str]]:
-    texts = content.split(_IMAGE) if has_images else [content]
-    parts = [{"type": "text", "text": texts[0]}]
-    for text in texts[1:]:
-        parts += {"type": "image"}, {"type": "text", "text": text}
-    return [part for part in parts if part.get("text") != ""]
+    if not has_images:
+        return [{"type": "text", "text": content}]
+    parts: list[dict[str, str]] = []
+    for text in content.split(_IMAGE):
+        parts += [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
+    return parts[1:]
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:

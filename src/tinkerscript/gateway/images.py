@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, MessageImage, images_of
@@ -37,15 +37,15 @@ _MAX_SIDE = 4096  # transformers resizes larger images down to it.
 def file_of(url: str, where: str) -> bytes:
     """The file in a data URL. Raises GatewayError 400."""
     found = _DATA_URL.match(url)
-    if found is None:
+    if found is None and not url.startswith("data:"):
         scheme = url.partition(":")[0][:20]
         raise _refused(
-            f"the URL's scheme is {scheme!r}: this server fetches nothing, so send the file itself as "
-            "data:image/png;base64,..."
-            if not url.startswith("data:")
-            else "a data URL of an image begins with data:image/png;base64, (or jpeg, or webp)",
+            f"the URL's scheme is {scheme!r}, and this server fetches nothing; send the file itself as "
+            "data:image/png;base64,...",
             where,
         )
+    if found is None:
+        raise _refused("the data URL does not begin with data:image/TYPE;base64,", where)
     IMAGE_BYTES.check((len(url) - found.end()) * 3 // 4 - url[-2:].count("="), where)
     try:
         return base64.b64decode(url[found.end() :], validate=True)
@@ -69,10 +69,12 @@ def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
             width, height = ImageOps.exif_transpose(image).convert("RGB").size
     except GatewayError:
         raise
+    except UnidentifiedImageError as error:
+        raise _refused(f"it is not one of {', '.join(FORMATS)}", where) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _refused(f"{error}; {IMAGE_PIXELS.name} allows {IMAGE_PIXELS.limit}", where) from error
     except Exception as error:  # Pillow's decoders raise errors of all kinds.
-        raise _refused(f"it is no whole PNG, JPEG or WebP file ({error})", where) from error
+        raise _refused(f"it cannot be decoded: {error}", where) from error
     digest = hashlib.sha256(data).hexdigest()
     return {"at": at, "sha256": digest, "width": width, "height": height}, data
 

@@ -179,7 +179,7 @@ class NamedModel(ABC):
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():
-            if dialect.takes_images and b"image_url" in body:
+            if dialect.takes_images and (b"image_url" in body or b"\\u" in body):
                 loop = asyncio.get_running_loop()
                 fingerprint, call = await loop.run_in_executor(_DECODING, _read, dialect, caller, body)
             else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
+import threading
 import warnings
 import zlib
 from collections.abc import AsyncIterator
@@ -14,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
+from PIL.PngImagePlugin import PngImageFile
 
 from gateway_bench import Bench
 from session_book import Book, assistant, user
@@ -21,7 +24,8 @@ from tinkerscript.gateway.images import ImageFormat, read_image
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.call import Call, PlacedImage, unpack_ids
 from tinkerscript.sampler import SampleRequest, refuse_unsupported
-from vision_model import data_url, make_vision_model, own_processor, picture
+from tinkerscript.testing import ScriptedSampler
+from vision_model import SMOLVLM_TEMPLATE, data_url, make_vision_model, own_processor, picture
 
 ONE, OTHER = picture(0), picture(1)
 
@@ -102,6 +106,23 @@ async def test_prompts_have_the_ids_of_transformers_processor(tmp_path: Path, sp
     for messages in conversations:
         reply = await bench.ask(messages, return_token_ids=True)
         assert reply["prompt_token_ids"] == processors_ids(folder, messages)
+    await bench.client.aclose()
+
+
+async def test_the_published_template_of_smolvlm_continues(tmp_path: Path) -> None:
+    """It reads lists of parts only, and its prompts end without a space, which the reply begins with."""
+    folder = make_vision_model(tmp_path / "model", template=SMOLVLM_TEMPLATE, context=4096)
+    bench = Bench(folder)
+    messages = [{"role": "system", "content": "Be brief."}, asked(ONE, "What is it?")]
+    for number, text in enumerate((" A cat.", "", " Sure.")):
+        ids = [*bench.tokenizer.encode(text), bench.tokenizer.added_tokens["<end_of_utterance>"]]
+        bench.use(ScriptedSampler(lambda _, ids=ids: ids, policy_version=0))
+        reply = await bench.ask(messages, return_token_ids=True)
+        if number < 2:  # Later prompts have the reply as sampled.
+            assert reply["prompt_token_ids"] == processors_ids(folder, messages)
+        messages += [reply["choices"][0]["message"], asked("And ", OTHER, "?") if number else user("Sure?")]
+    assert [call.fork_reason for call in bench.calls] == [None] * 3
+    assert [len(call.images) for call in bench.calls] == [1, 0, 1]
     await bench.client.aclose()
 
 
@@ -223,20 +244,20 @@ GIF = picture(0, (8, 8), "GIF")
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("https://example.com/cat.png", "scheme is 'https': this server fetches nothing"),
+        ("https://example.com/cat.png", "scheme is 'https', and this server fetches nothing"),
         ("http://169.254.169.254/latest/meta-data", "scheme is 'http'"),
         ("file:///etc/passwd", "scheme is 'file'"),
         ("/etc/passwd", "this server fetches nothing"),
-        ("data:text/html;base64,AAAA", "begins with data:image/png;base64,"),
-        ("data:image/png,%89PNG", "begins with data:image/png;base64,"),
+        ("data:text/html;base64,AAAA", "does not begin with data:image/TYPE;base64,"),
+        ("data:image/png,%89PNG", "does not begin with data:image/TYPE;base64,"),
         ("data:image/png;base64,!!!!", "not base64"),
-        (data_url(b""), "no whole PNG, JPEG or WebP"),
-        (data_url(SVG, "image/svg+xml"), "no whole PNG, JPEG or WebP"),
-        (data_url(GIF), "no whole PNG, JPEG or WebP"),
-        (data_url(ONE[:-30]), "no whole PNG, JPEG or WebP"),
-        (data_url(ONE[: len(ONE) // 2]), "no whole PNG, JPEG or WebP"),
-        (data_url(picture(0, (64, 64), "JPEG")[:700]), "no whole PNG, JPEG or WebP"),
-        (data_url(bomb(100, 100)), "no whole PNG, JPEG or WebP"),
+        (data_url(b""), "not one of PNG, JPEG, WEBP"),
+        (data_url(SVG, "image/svg+xml"), "not one of PNG, JPEG, WEBP"),
+        (data_url(GIF), "not one of PNG, JPEG, WEBP"),
+        (data_url(ONE[:-30]), "cannot be decoded"),
+        (data_url(ONE[: len(ONE) // 2]), "cannot be decoded"),
+        (data_url(picture(0, (64, 64), "JPEG")[:700]), "cannot be decoded"),
+        (data_url(bomb(100, 100)), "cannot be decoded"),
         (data_url(bomb(5000, 5000)), "25000000 pixels; image's size allows 16777216"),
         (data_url(bomb(2**30, 2**30)), "exceeds limit"),
         (data_url(animation(), "image/webp"), "an animation"),
@@ -266,11 +287,32 @@ async def test_pixels_are_counted_before_they_are_decoded(
     assert "pixels" in response.json()["error"]["message"]
 
 
+async def test_images_are_decoded_apart_from_the_event_loop(
+    seeing: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the request hides them behind escapes."""
+    names: list[str] = []
+    load = PngImageFile.load
+
+    def named(image: PngImageFile) -> Any:
+        names.append(threading.current_thread().name)
+        return load(image)
+
+    monkeypatch.setattr(PngImageFile, "load", named)
+    body = json.dumps({"model": "policy", "messages": [asked(ONE, "What is it?")]})
+    for each in (body, body.replace("image_url", "image\\u005furl")):
+        response = await seeing.client.post("/v1/chat/completions", content=each)
+        assert response.status_code == 200
+    assert names
+    assert all(name.startswith("images") for name in names)
+
+
 async def test_requests_have_at_most_so_many_images(seeing: Bench) -> None:
     small = picture(0, (8, 8))
     response = await seeing.post([asked(*[small] * 20), asked(*[small] * 13)])
     assert response.status_code == 400
     assert "images: 33 images; images allows 32" in response.json()["error"]["message"]
+    assert seeing.sampler.requests == []
     response = await seeing.post([asked(*[small] * 33)])
     assert "images allows 32" in response.json()["error"]["message"]
 

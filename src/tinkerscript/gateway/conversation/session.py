@@ -114,7 +114,7 @@ class Session:
         starts: bool = True,
     ) -> Turn:
         """Process long messages in a thread. Without `starts`, the turn may be too long."""
-        is_long = text_size(messages) >= LONG_HISTORY
+        is_long = text_size(messages) >= LONG_HISTORY or bool(files)
         keys = await in_thread_if(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys, files) as place:
             prompt = await in_thread_if(

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from tinkerscript.gateway.chat_messages import ChatMessage, MessageImage, Tool, images_of
+from tinkerscript.gateway.chat_messages import ChatMessage, MessageImage, Tool
 from tinkerscript.gateway.dialects.dialect import (
     Choice,
     Completion,
@@ -157,9 +157,11 @@ def _normalized_chat(
     """Adds images to `files`; None refuses them."""
     functions = [tool.function for tool in chat.tools or ()]
     tools = [function_tool(each.name, each.description, each.parameters) for each in functions]
-    messages = [_normalized(message, index, files) for index, message in enumerate(chat.messages)]
-    IMAGES.check(sum(len(images_of(message)) for message in messages))
-    return messages, tools
+    if files is not None:
+        contents = [message.content for message in chat.messages if isinstance(message.content, list)]
+        # Before any is decoded.
+        IMAGES.check(sum(part.get("type") == "image_url" for content in contents for part in content))
+    return [_normalized(message, index, files) for index, message in enumerate(chat.messages)], tools
 
 
 def _required_tools(choice: str | dict[str, Any] | None, tools: list[Tool]) -> list[str]:
@@ -246,7 +248,6 @@ def _content(
         where = f"messages[{index}].content[{position}]"
         if files is not None and part.get("type") == "image_url":
             url = convert(part, _ImagePart, where).image_url.url
-            IMAGES.check(len(images) + 1)  # Before it is decoded.
             image, file = read_image(url, len(whole), where)
             images.append(image)
             files[image["sha256"]] = file
