@@ -19,6 +19,7 @@ from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.image_features import with_images
 from tinkerscript.engine.weights import LoraSettings, load_model
+from tinkerscript.ledger.groups import recorded_groups
 from tinkerscript.ledger.sqlite import SqliteLedger
 from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.call import Call
@@ -183,6 +184,9 @@ async def check(run: Path, model: Path, tmp_path: Path, *, turns: int) -> None:
             if compared == 1:
                 assert gradient_gap(model, rollout, tmp_path) <= 1e-5
     assert compared
+    groups = list(recorded_groups(run))
+    merged = [rollout for group in groups for each in group.episodes for rollout in each.rollouts]
+    assert {image.data for rollout in merged for image in rollout.images} <= set(FILES)
     # Each file is stored once, and no call has a second copy.
     stored = [bytes(file) for (file,) in ask(run, "SELECT file FROM images")]
     assert len(stored) == len(set(stored)) <= len(FILES)

@@ -12,7 +12,7 @@ import msgspec
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE
-from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, decoded
+from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, decoded, digests_in, with_files
 from tinkerscript.ledger.rows import LEDGER_VERSION, Use
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import calls_of
@@ -77,6 +77,7 @@ def _episode(
 ) -> EpisodeRollouts:
     query = CALLS_OF_CLAIM.replace("{s}", "")
     calls = calls_of(decoded(run.execute(query, (member.sequence, member.attempt)).fetchall()))
+    calls = with_files(calls, {digest: _file(run, digest) for digest in digests_in(calls)})
     rollouts = merge_calls(calls, episode_uuid=member.uuid, trains_constrained=trains_constrained)
     result = msgspec.json.decode(member.result, type=_Result)
     return EpisodeRollouts(
@@ -87,3 +88,8 @@ def _episode(
         result.metadata,
         call_rewards={} if member.is_judged else result.call_rewards,
     )
+
+
+def _file(run: sqlite3.Connection, digest: bytes) -> bytes:
+    ((file,),) = run.execute("SELECT file FROM images WHERE digest = ?", (digest,)).fetchall()
+    return file

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -118,22 +118,18 @@ class Ledger(ABC):
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
         """Calls of each claim (episode sequence and attempt), oldest first."""
         found = [decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
-        return await self.with_files(found)
+        return await self.filled(found)
 
-    async def with_files(self, found: list[list[Call]]) -> list[list[Call]]:
+    async def filled(self, found: list[list[Call]]) -> list[list[Call]]:
         """`found` with the files of their images."""
-        digests = list({image.data for calls in found for call in calls for image in call.images})
+        digests = list(digests_in(call for calls in found for call in calls))
         files: dict[bytes, bytes] = {}
         for begin in range(0, len(digests), FILES_AT_ONCE):
             some = digests[begin : begin + FILES_AT_ONCE]
             rows = await self.read(FILES.format(", ".join("?" * len(some)), s="{s}"), some)
             files |= {bytes(digest): bytes(file) for digest, file in rows}
 
-        def filled(call: Call) -> Call:
-            images = [PlacedImage(image.start, files[image.data]) for image in call.images]
-            return msgspec.structs.replace(call, images=images)
-
-        return [[filled(call) if call.images else call for call in calls] for calls in found]
+        return [with_files(calls, files) for calls in found]
 
     # Writing
 
@@ -269,6 +265,20 @@ def row_of(kind: type[R], values: Sequence[Any]) -> R:
 def decoded(rows: Iterable[tuple[bytes]]) -> list[Call]:
     """Skips calls that were dropped to save space."""
     return [_decode_call(unpacked(call)) for (call,) in rows if call]
+
+
+def digests_in(calls: Iterable[Call]) -> set[bytes]:
+    return {image.data for call in calls for image in call.images}
+
+
+def with_files(calls: Iterable[Call], files: Mapping[bytes, bytes]) -> list[Call]:
+    """Replace the digests of images by their files."""
+
+    def filled(call: Call) -> Call:
+        images = [PlacedImage(image.start, files[image.data]) for image in call.images]
+        return msgspec.structs.replace(call, images=images)
+
+    return [filled(call) if call.images else call for call in calls]
 
 
 async def _gathered(batch: WriteBatch) -> None:

@@ -75,7 +75,7 @@ class SqliteLedger(Ledger):
                     decoded(self._reading.execute(_plain(CALLS_OF_CLAIM), claim).fetchall())
                     for claim in claims
                 ]
-                return await self.with_files(found)
+                return await self.filled(found)
         return await super().calls(claims)
 
     async def write(self, batch: WriteBatch) -> None:

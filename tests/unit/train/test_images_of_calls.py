@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from rollout_helpers import make_call, make_episode, make_group
-from tinkerscript.errors import ConversionError, EngineError
+from tinkerscript.errors import EngineError
 from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.alignment.checks import find_errors
 from tinkerscript.rollouts.alignment.diagnosis import Contradictions
 from tinkerscript.rollouts.call import Call, PlacedImage, conversation_of
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.parquet import write_parquet
+from tinkerscript.rollouts.parquet import read_parquet, write_parquet
 from tinkerscript.sampler import SampleRequest, SampleResult
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.train.policy import SeededSampler
@@ -113,10 +113,17 @@ def test_a_call_counts_the_bytes_of_its_images() -> None:
     assert call.size == msgspec.structs.replace(call, images=[]).size + len(CAT)
 
 
-def test_a_table_takes_no_sequences_with_images(tmp_path: Path) -> None:
-    group = make_group([make_episode([asked(None, CAT, [3, 4])])])
-    with pytest.raises(ConversionError, match="has images"):
-        write_parquet(tmp_path / "table", [group])
+def test_a_table_holds_the_images(tmp_path: Path) -> None:
+    first = asked(None, CAT, [3, 4])
+    episode = make_episode([first, asked(first, DOG, [5]), asked(None, DOG, [6])])
+    write_parquet(tmp_path / "table", [make_group([episode])])
+    (group,) = read_parquet(tmp_path / "table")
+    (read,) = group.episodes
+    assert [each.images for each in read.rollouts] == [
+        (PlacedImage(1, CAT), PlacedImage(7, DOG)),
+        (PlacedImage(1, DOG),),
+    ]
+    assert read.calls == episode.calls
 
 
 def test_judges_read_the_images_of_a_conversation() -> None:
