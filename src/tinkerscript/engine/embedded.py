@@ -163,7 +163,7 @@ class EmbeddedEngine:
             self._lora = lora
             if frozen and activation_checkpointing:
                 checkpoint_activations(self._model)
-            self._images = ImageReader(self._model, folder)
+            self._images = ImageReader(self._model, folder, devices=devices)
             self._base = _lora_base(self._model, folder, kind, lora, adapter) if frozen else None
             if base is not None:
                 weights = self._weights_of(adapter, None)

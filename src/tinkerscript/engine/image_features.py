@@ -20,11 +20,12 @@ from weakref import WeakValueDictionary
 
 import tinker
 import torch
+import transformers
 from PIL import Image, ImageOps
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tinkerscript.errors import EngineRequestError
+from tinkerscript.errors import EngineError, EngineRequestError
 from tinkerscript.model_folder import IMAGE_MODEL_TYPES
 
 FEATURE_BYTES = 2**28
@@ -77,8 +78,9 @@ def with_images(datum: tinker.Datum, images: tuple[Placed, ...]) -> tinker.Datum
 class ImageReader:
     """Turns the images of one model's prompts into ids. Belongs to the engine's thread."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+    def __init__(self, model: PreTrainedModel, folder: Path, *, devices: int = 1) -> None:
         self._model: Any = model
+        self._devices = devices
         self._folder = folder
         self._placeholder: int | None = getattr(model.config, "image_token_id", None)
         self._known: OrderedDict[bytes, ImageFeatures] = OrderedDict()
@@ -87,20 +89,28 @@ class ImageReader:
     def _processor(self) -> Any:
         # The one with Pillow, because torchvision's resizes a little differently.
         name = self._model.config.model_type
-        module = import_module(f"transformers.models.{name}.image_processing_pil_{name}")
+        try:
+            module = import_module(f"transformers.models.{name}.image_processing_pil_{name}")
+        except ModuleNotFoundError as error:
+            raise EngineError(
+                f"images: transformers {transformers.__version__} has no image processor of {name} with "
+                "Pillow; install 5.5 or later"
+            ) from error
         kind: Any = getattr(module, _PROCESSORS[name])
         return kind.from_pretrained(self._folder, local_files_only=True)
 
     def read(self, ids: Sequence[int], images: Sequence[Placed]) -> tuple[list[int], list[ImageFeatures]]:
         """`ids` with the placeholders of `images` replaced, and what must be held while these ids are in use.
 
-        Raises EngineRequestError if the model takes no images, or the placeholders are not where the images
+        Raises EngineRequestError if the engine takes no images, or the placeholders are not where the images
         are.
         """
         if images and not takes_images(self._model):
             raise EngineRequestError(f"images: a {self._model.config.model_type} takes only text here")
+        if images and self._devices > 1:
+            raise EngineRequestError("images: they need an engine of one device; set engine.devices to 1")
         found, held = list(ids), list[ImageFeatures]()
-        ends = [start for start, _ in images[1:]] + [len(found)]
+        ends = [*(start for start, _ in images), len(found)][1:]
         for (start, file), end in zip(images, ends, strict=True):
             held.append(self._features_of(file))
             places = [at for at in range(start, end) if found[at] == self._placeholder]

@@ -275,9 +275,7 @@ class Trainer:
         if not isinstance(datum.model_input, IdsWithImages):
             return Example(index, ids, inputs)
         if self._images is None:
-            raise EngineRequestError(
-                f"datum {index}: images train on one device only; set engine.devices to 1"
-            )
+            raise EngineRequestError(f"datum {index}: this trainer takes no images")
         read, images = self._images.read(ids.tolist(), datum.model_input.images)
         return Example(index, np.asarray(read, np.int64), inputs, images)
 

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from PIL import ExifTags, Image
 
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.image_features import IdsWithImages
+from tinkerscript.engine.image_features import IdsWithImages, ImageReader
 from tinkerscript.engine.lora import target_modules
 from tinkerscript.engine.running_batch import SampledRow
 from tinkerscript.engine.weights import LoraSettings, load_model
@@ -281,6 +281,14 @@ def test_a_model_without_a_tower_takes_no_images(tmp_path: Path) -> None:
             client.sample_rows(
                 [1, 2], 1, tinker.SamplingParams(max_tokens=1), images=[PlacedImage(0, ONE)]
             ).result()
+
+
+def test_several_devices_take_no_images(folder: Path) -> None:
+    prompt = Prompt(folder, ONE)
+    reader = ImageReader(load_model(folder), folder, devices=2)
+    with pytest.raises(EngineRequestError, match=r"set engine\.devices to 1"):
+        reader.read(prompt.ids, prompt.images)
+    assert reader.read([1], []) == ([1], [])
 
 
 def test_all_weights_train_except_the_tower(folder: Path, tmp_path: Path) -> None:
