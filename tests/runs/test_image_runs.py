@@ -196,12 +196,20 @@ async def check(run: Path, model: Path, tmp_path: Path, *, turns: int) -> None:
 
 
 async def test_an_inspect_task_with_images_trains_as_it_sampled(tmp_path: Path, model: Path) -> None:
-    folder = await run_training(config(tmp_path, model), QuietReporter())
+    """In two parts, of which the second reads what the first recorded."""
+    training = config(tmp_path, model).training.model_copy(update={"steps": 1})
+    first = config(tmp_path, model).model_copy(update={"training": training})
+    await run_training(first, QuietReporter())
+    folder = await run_training(config(tmp_path, model), QuietReporter(), path=tmp_path / "run")
     await check(folder.path, model, tmp_path, turns=1)
 
 
 async def test_a_script_with_two_images_trains_as_it_sampled(tmp_path: Path, model: Path) -> None:
+    """Through gateway processes, which keep the conversations apart from the server."""
     workers = {"script": "agent.py", "count": 1, "concurrency": 4}
-    script = config(tmp_path, model, enable_tinkerscript_mode=True, workers=workers)
+    server = {"interchange_server_port": 0, "processes": 2}
+    script = config(
+        tmp_path, model, enable_tinkerscript_mode=True, workers=workers, interchange_server=server
+    )
     folder = await run_training(script, QuietReporter())
     await check(folder.path, model, tmp_path, turns=2)

@@ -99,7 +99,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def all_images(self) -> list[PlacedImage]:
         """Images of `prompt`."""
-        before = self.parent.images() if self.parent else []
+        before = self.parent.images() if self.parent and self.parent.has_images else []
         return [*before, *moved_images(self.images, (len(self.prompt) - len(self.new_prompt)) // 4)]
 
 
@@ -110,6 +110,8 @@ class Node:
         self.new_messages = turn.new_messages
         self.new_prompt = turn.new_prompt
         self.new_images = turn.images
+        # Whether `stream` has any. Looking at all turns each time would be slow.
+        self.has_images = bool(turn.images) or (turn.parent is not None and turn.parent.has_images)
         self.sampled = sampled
         self.reply = reply
         self.tools = turn.tools
@@ -311,7 +313,7 @@ class PromptIndex:
 
     def add(self, node: Node) -> None:
         # Ids do not say which image they stand for, so prompts of ids never continue one.
-        if not node.images():
+        if not node.has_images:
             self._unindexed.append(node)
 
     def find(self, prompt: bytes) -> Node | None:
