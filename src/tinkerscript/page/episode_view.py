@@ -299,6 +299,8 @@ def _message(value: Any) -> dict[str, Any]:
         ]
     elif content is not None:
         message["content"] = as_text(content)
+    if isinstance(message.get("content"), str) and (images := _items(message.get("images"))):
+        message["content"] = _with_images(message["content"], images)
     if calls is not None:
         message["tool_calls"] = [
             call
@@ -310,6 +312,18 @@ def _message(value: Any) -> dict[str, Any]:
         if message.get(name) is not None:
             message[name] = as_text(message[name])
     return message
+
+
+def _with_images(content: str, images: list[Any]) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    begin = 0
+    for image in images:
+        at = image.get("at") if isinstance(image, dict) else None
+        if isinstance(at, int):
+            size = f"{as_text(image.get('width'))} x {as_text(image.get('height'))}"
+            parts += {"text": content[begin:at]}, {"text": f"[image of {size} pixels]"}
+            begin = at
+    return [part for part in [*parts, {"text": content[begin:]}] if part["text"]]
 
 
 def _items(value: Any) -> list[Any]:

@@ -16,13 +16,17 @@ from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.files import CONFIG_FILE, LEDGER_FILE
 from tinkerscript.ledger.health import Gain, health_rows
 from tinkerscript.ledger.reader import STORE_VARIABLE, LedgerReader
-from tinkerscript.ledger.rows import FindingRow, NoteRow
+from tinkerscript.ledger.rows import LEDGER_VERSION, FindingRow, NoteRow
 from tinkerscript.ledger.step_times import step_times
 from tinkerscript.ledger.tokens import TokenUse
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page import lines as lines_module
 from tinkerscript.page.curves import alignment_view, found_in
-from tinkerscript.page.episode_view import episode_view, find_episode
+from tinkerscript.page.episode_view import (
+    _message,  # pyright: ignore[reportPrivateUsage]
+    episode_view,
+    find_episode,
+)
 from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
 from tinkerscript.page.lines import EpisodeLine, newest, search
 from tinkerscript.page.overview import overview, run_line, state
@@ -662,7 +666,7 @@ def test_a_run_of_another_version_hides_no_other(tmp_path: Path) -> None:
         runs.ledger("nope")
     with pytest.raises(ConfigError, match="file is not a database"):
         runs.ledger("bad")
-    with pytest.raises(ConfigError, match="has version 1, and this tinkerscript reads 3"):
+    with pytest.raises(ConfigError, match=f"has version 1, and this tinkerscript reads {LEDGER_VERSION}"):
         runs.ledger("old")
 
 
@@ -693,3 +697,17 @@ def test_a_store_elsewhere_is_opened_only_if_the_user_names_it(
     with pytest.raises(ConfigError, match="names the ledger db/runs") as told:
         LedgerReader(secret)
     assert "pass" not in str(told.value)
+
+
+def test_a_conversation_shows_where_its_images_were() -> None:
+    image = {"at": 5, "sha256": "0" * 64, "width": 40, "height": 30}
+    said = {"role": "user", "content": "Look: what is it?", "images": [image, {**image, "at": 17}]}
+    assert _message(said)["content"] == [
+        {"text": "Look:"},
+        {"text": "[image of 40 x 30 pixels]"},
+        {"text": " what is it?"},
+        {"text": "[image of 40 x 30 pixels]"},
+    ]
+    for strange in ("x", [1], [{}], [{"at": "5"}], [{"at": None}], {}):
+        shown = _message({**said, "images": strange})["content"]
+        assert shown in ("Look: what is it?", [{"text": "Look: what is it?"}])
