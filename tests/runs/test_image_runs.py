@@ -133,12 +133,12 @@ def own_logprobs(network: Any, model: Path, rollout: Rollout) -> torch.Tensor:
 
 
 def sound(rollouts: Iterable[Rollout], placeholder: int) -> list[Rollout]:
-    """Those whose replies have no placeholder, which transformers would take for an image."""
+    """Leave out replies with a placeholder, which transformers would take for an image."""
     return [each for each in rollouts if placeholder not in each.tokens[each.sampled]]
 
 
 def gradient_gap(model: Path, rollout: Rollout, folder: Path) -> float:
-    """Relative difference of the adapter's gradient from the one of transformers' forward pass."""
+    """Compare the adapter's gradient with one through transformers' forward pass: a relative difference."""
     advantages = np.where(rollout.loss_mask, np.float32(0.5), np.float32(0))
     datum = with_images(to_training_datum(WeightedRollout(rollout, advantages)), rollout.images)
     with EmbeddedEngine(

@@ -1,8 +1,8 @@
 """Images as token ids: every position of an image gets an id below zero that no other position has.
 
-So whatever compares ids (the prefix cache, the packing of training rows) tells images apart, although all
-have the same placeholder in a prompt. The embedding layer looks these ids up in the features that the model's
-own vision tower and projector made of the image. Both are frozen, so sampler and trainer share the features.
+All images have the same placeholder in a prompt. With ids of their own, the prefix cache and the packing of
+training rows tell them apart. The embedding layer looks these ids up in the image's features, which the
+model's own vision tower and projector compute. Both are frozen, so sampler and trainer share the features.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ImageReader:
         return kind.from_pretrained(self._folder, local_files_only=True)
 
     def read(self, ids: Sequence[int], images: Sequence[Placed]) -> tuple[list[int], list[ImageFeatures]]:
-        """`ids` with the placeholders of `images` replaced, and what must be held while these ids are in use.
+        """Replace the placeholders of `images` in `ids`. Hold the features while the new ids are in use.
 
         Raises EngineRequestError if the engine takes no images, or the placeholders are not where the images
         are.

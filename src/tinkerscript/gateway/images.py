@@ -1,7 +1,7 @@
-"""Images in chats: reading them from requests, and the text that stands for them in a prompt.
+"""Images in chats: how requests send them, and how prompts write them.
 
-A message's `images` say before which character of its content each stands, which file it is, and its size:
-`{"at", "sha256", "width", "height"}`. The files travel beside the messages.
+A message's `images` have a place in the content, a file's digest, and a size each (`MessageImage`). The files
+themselves travel separately, by digest.
 """
 
 from __future__ import annotations
