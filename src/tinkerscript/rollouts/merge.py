@@ -8,7 +8,6 @@ in its parent's sequence is copied.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -139,7 +138,7 @@ class _OpenSequences:
         sequence.data += prompt.slice(0, prompt.size)
         for other in reversed(self._newest):
             shared = _common_prefix(sequence.data, other.data, longer_than=sequence.fork)
-            shared = min(shared, _first_difference(prompt.images, other.images))
+            shared = _shared_images(prompt.images, other.images, shared)
             if shared > sequence.fork:
                 sequence.parent, sequence.fork = other.number, shared
         self.all.append(sequence)
@@ -189,10 +188,10 @@ def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:
     return parent._replace(tail=parent.tail + call.new_prompt, images=images)
 
 
-def _first_difference(ours: list[PlacedImage], theirs: list[PlacedImage]) -> float:
-    """The first placeholder of an image that the other does not have there."""
+def _shared_images(ours: list[PlacedImage], theirs: list[PlacedImage], shared: int) -> int:
+    """Cut `shared` ids before the first placeholder of an image that the other does not have there."""
     differing = [pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1]]
-    return min((image.start for pair in differing for image in pair if image), default=math.inf)
+    return min([shared, *(image.start for pair in differing for image in pair if image)])
 
 
 def _common_prefix(ours: bytearray, theirs: bytearray, *, longer_than: int) -> int:
