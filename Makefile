@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help installed demo real test check acceptance chaos vllm agents docker cluster environments tinker gpu bench docs \
-	clean chromium postgres nginx bubblewrap npm
+	clean chromium postgres nginx bubblewrap npm runs evals wire newest-bridge peers clients
 
 help:  ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -155,18 +155,22 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms (
 	$(BIN)/python dev/house.py --check
 
 # With LONG=1, also every id of four whole vocabularies, and each bench in small.
-ACCEPTANCE := $(VENV)/.acceptance $(addsuffix /.installed,$(TESTS) $(EVALS) $(OLDEST) $(COOKBOOK) $(RECIPES)) chromium
-acceptance: $(ACCEPTANCE)  ## Whole runs, the command line, a published model, clients, evals, a browser (Chromium); LONG=1 for more
+acceptance: runs evals $(if $(LONG),wire,newest-bridge peers clients)  ## Whole runs, the command line, a published model, clients, evals, a browser (Chromium); LONG=1 for more
+runs: $(VENV)/.acceptance $(OLDEST)/.installed $(COOKBOOK)/.installed
 	CONVERSATIONS=2000 $(BIN)/$(PYTEST) \
 		-n $(if $(LONG),2,4) --dist loadgroup --no-loadscope-reorder $(MARKED) \
 		tests/acceptance tests/faults tests/published tests/runs tests/sdk \
 		tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
+evals: $(EVALS)/.installed
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/$(PYTEST) $(MARKED) tests/evals
-	$(if $(LONG),PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -m long tests/acceptance/test_tinker_wire.py)
-	$(if $(LONG),,PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -n 3 tests/unit/bridge)
-	$(if $(LONG),,PYTHONPATH=$(CURDIR)/$(RECIPES) $(TESTS)/bin/$(PYTEST) tests/peers)
-	$(if $(LONG),,$(TESTS)/bin/$(PYTEST) -n 3 --dist loadfile tests/clients \
-		tests/integration/test_gateway_anthropic_sdk.py tests/page)
+wire: $(COOKBOOK)/.installed
+	PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -m long tests/acceptance/test_tinker_wire.py
+newest-bridge: $(COOKBOOK)/.installed
+	PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -n 3 tests/unit/bridge
+peers: $(TESTS)/.installed $(RECIPES)/.installed
+	PYTHONPATH=$(CURDIR)/$(RECIPES) $(TESTS)/bin/$(PYTEST) tests/peers
+clients: $(TESTS)/.installed chromium
+	$(TESTS)/bin/$(PYTEST) -n 3 --dist loadfile tests/clients tests/integration/test_gateway_anthropic_sdk.py tests/page
 
 chaos: $(VENV)/.installed postgres  ## Kill every process in every state, attack the server (PostgreSQL; 15 min; SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/$(PYTEST) -s tests/chaos

@@ -60,7 +60,8 @@ class Peer:
 
     def __init__(self, name: str, model: Path, threads: int) -> None:
         python = str(VLLM_PYTHON) if name == "vllm" else sys.executable
-        command = [python, str(HERE / "real_peers.py"), name, str(model), "--threads", str(threads)]
+        # -P: `import vllm` means the library, not bench/vllm.py.
+        command = [python, "-P", str(HERE / "real_peers.py"), name, str(model), "--threads", str(threads)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

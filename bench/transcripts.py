@@ -26,9 +26,10 @@ from bridge import SAMPLE, Says, with_tools
 from inspect_tinker_bridge import TaskRunner, load_inspect_task
 from inspect_tinker_bridge.records import pack_transcript
 from tinkerscript.config import RunConfig
+from tinkerscript.ledger.compression import unpacked
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.rows import TrainedRow, TranscriptRow, Use
-from tinkerscript.page.transcript_view import parsed, transcript_view, unpacked_text
+from tinkerscript.page.transcript_view import parsed, transcript_view
 from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.messages import NewEpisode
@@ -116,7 +117,7 @@ def showing(transcript: bytes) -> tuple[float, float]:
         with WrittenRun(Path(folder)) as run:
             run.put(TranscriptRow(episode=run.episode("e"), attempt=1, transcript=transcript))
         ledger = LedgerReader(Path(folder))
-        read = median_ms(lambda: parsed(unpacked_text(transcript)), 9)
+        read = median_ms(lambda: parsed(unpacked(transcript)), 9)
         return read, median_ms(lambda: transcript_view(ledger, "e"), 9)
 
 
@@ -134,7 +135,7 @@ async def main() -> None:
         send_ms, end_ms = await sending(transcript, 10 * number)
         read_ms, page_ms = showing(transcript)
         print(
-            f"{turns:5}   {len(unpacked_text(transcript)) / 1000:7.1f}   {len(transcript) / 1000:7.1f}   "
+            f"{turns:5}   {len(unpacked(transcript)) / 1000:7.1f}   {len(transcript) / 1000:7.1f}   "
             f"{pack_ms:7.2f}   {100 * pack_ms / episode_ms:12.1f} %   {send_ms:7.2f}   "
             f"{send_ms / end_ms:15.2f}   {read_ms:7.2f}   {page_ms:7.2f}"
         )

@@ -22,9 +22,7 @@ from roster import APIS, CLIENTS, FEATURES, Client  # noqa: E402
 INTRODUCTION = """\
 # Clients
 
-To turn a program that calls a model into a rollout, give it the episode's base URL and API key. This page
-shows how to do that with each library, which features were tested, and what is refused.
-
+To turn a program that calls a model into a rollout, give it the episode's base URL and API key.
 `make acceptance` runs every client and fails if a result differs from this page, which
 `scripts/clients_table.py` writes from `tests/clients/results.json`.
 """
@@ -38,7 +36,8 @@ FEATURES_TEXT = """\
 MEANINGS = """\
 - *tools, several turns*: three questions, reasoning, two tools, two calls in one reply, unusually spelled
   arguments, trailing white space, characters split across tokens.
-- *malformed call*: a tool call whose JSON never closes stays text, and the conversation continues.
+- *malformed call*: a tool call with JSON that never closes stays text, and the conversation
+  continues.
 - *required call*, *JSON schema*: `tool_choice` and `response_format`, or the API's equivalents, under a
   grammar.
 - *logprobs*: the client received the logprobs that the sampler logged; with `return_token_ids`, also the ids.
@@ -46,31 +45,25 @@ MEANINGS = """\
 - *retry after 503*: the library retries by itself, and nothing is recorded twice.
 - *disconnect mid-stream*: an abandoned reply is not recorded, and the next request is answered.
 
-Each client's program runs in its own interpreter against a real server. The model spells its replies in
-tokens that the tokenizer would not produce, so any detour through text would change the ids. After every
-feature, each sampled token is in the episode exactly once, with its logprob and after the prompt that it was
-sampled from; the conversation is one training sequence; and the alignment report is clean.
-"""
-
-HABITS_TEXT = """\
-## What clients send back
-
-Every client gives one training sequence, whatever it does with earlier replies. *Matched by* says how the
-server recognized the call that a request continues: by an id of ours or by equal content.
+Each client's program runs against a real server. The model spells its replies in tokens that the tokenizer
+would not produce, so any detour through text would change the ids. After every feature, each sampled token is
+in the episode exactly once, with its logprob and after the prompt that it was sampled from; the conversation
+is one training sequence, whether the client sends reasoning back or not; and the alignment report is clean.
 """
 
 REFUSED_TEXT = """\
-## What is refused
+## Refused requests
 
-A field that is not supported is refused by name, with status 400, before anything is sampled.
-[Some models](models.md#images) take images in chat completions; the table is of a model of text.
+An unsupported field is refused with status 400 before anything is sampled, with a message that names it, such
+as `reasoning.effort is not supported by this server; leave it out`. Tested, with a model that takes no
+[images](models.md#images), were:
 """
 
 SNIPPETS_TEXT = """\
 ## How to point a client at an episode
 
 `episode` comes from `tinkerscript.client`; see [Start](start.md#your-own-agent). The tests run these lines.
-Or set the variables that the library reads: `OPENAI_BASE_URL` and `OPENAI_API_KEY`; `ANTHROPIC_BASE_URL`
+Or set the library's variables: `OPENAI_BASE_URL` and `OPENAI_API_KEY`; `ANTHROPIC_BASE_URL`
 (without `/v1`) and `ANTHROPIC_API_KEY`; for Inspect's `openai-api/NAME/policy`, `NAME_BASE_URL` and
 `NAME_API_KEY`.
 
@@ -80,8 +73,8 @@ A key is valid for one claim, so make a new client, or a new process, for each e
 NOTES = """\
 ## Notes
 
-- `openai` adds `parsed` and `parsed_arguments` to messages that it streamed or parsed. They are ignored when
-  they are sent back, because they repeat the message.
+- `openai` adds `parsed` and `parsed_arguments` to messages that it streamed or parsed. The server ignores
+  them, because they repeat the message.
 - Anthropic's tool runner first asks for a server-side thread. It gets `thread_unsupported_request` and falls
   back to sending the whole history: one extra request per runner.
 - `run_stream` in `pydantic-ai` takes the first text of a reply as the final one, even if tool calls follow.
@@ -104,18 +97,13 @@ def render() -> str:
         FEATURES_TEXT,
         _table(["client", "API", *FEATURES.values()], [_features(each, rows[each.key]) for each in CLIENTS]),
         MEANINGS,
-        HABITS_TEXT,
-        _table(
-            ["client", "version", "API", "reasoning", "matched by", "fields it adds"],
-            [_habits(each, rows[each.key]) for each in CLIENTS],
-        ),
         REFUSED_TEXT,
         _table(
-            ["API", "request", "reply"],
+            ["API", "refused"],
             [
-                [APIS[each.api], asked, _cell(message)]
+                [APIS[each.api], "; ".join(refused)]
                 for each in CLIENTS
-                for asked, message in rows[each.key].get("refused", {}).items()
+                if (refused := rows[each.key].get("refused"))
             ],
         ),
         NOTES,
@@ -129,23 +117,7 @@ def _snippet(client: Client) -> str:
 
 def _features(client: Client, row: dict[str, Any]) -> list[str]:
     found = ["yes" if feature in row["works"] else "–" for feature in FEATURES]
-    return [client.name, APIS[client.api], *found]
-
-
-def _habits(client: Client, row: dict[str, Any]) -> list[str]:
-    added = ", ".join(f"`{name}`" for name in row["sends"])
-    return [
-        client.name,
-        row["version"],
-        APIS[client.api],
-        row["reasoning"],
-        ", ".join(row["matched_by"]),
-        added or "none",
-    ]
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return [f"{client.name} {row['version']}", APIS[client.api], *found]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -32,8 +32,8 @@ def render() -> str:
     rows: dict[str, list[str]] = {}
     for family in FAMILIES:
         rows.setdefault(_traits(family), []).append(family.name)
-    head = "| decoder | layers keep | LoRA's targets | shares prefixes | families |"
-    lines = [head, "|---|---|---|---|---|"]
+    head = "| decoder | layers keep | LoRA's targets | shares prefixes | replays experts | families |"
+    lines = [head, "|---|---|---|---|---|---|"]
     return "\n".join([*lines, *(f"| {traits} | {'; '.join(names)} |" for traits, names in rows.items())])
 
 
@@ -41,7 +41,8 @@ def _traits(family: Family) -> str:
     kept = "; ".join(dict.fromkeys(KEPT[kind] for kind in family.kinds.kinds if kind in KEPT))
     decoder = "fused" if family.is_fused else "own forward pass"
     targets = "all" if family.targets == Family.targets else ", ".join(family.targets)
-    return f"{decoder} | {kept} | {targets} | {'yes' if family.shares else 'no'}"
+    replays = ("yes" if family.replays else "no") if family.is_mixture else "-"
+    return f"{decoder} | {kept} | {targets} | {'yes' if family.shares else 'no'} | {replays}"
 
 
 def page() -> str:

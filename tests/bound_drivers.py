@@ -211,13 +211,6 @@ def _registered(request: Request, amount: int) -> None:
     ]
 
 
-def _report(name: str, value: Callable[[int], Any]) -> Shape:
-    def shape(request: Request, amount: int) -> None:
-        request.body["report"][name] = value(amount)
-
-    return shape
-
-
 def _number(amount: int) -> int:
     return amount
 
@@ -280,8 +273,6 @@ SHAPES: dict[str, Driver] = {
     "allow_discard_timeout": Driver("claim", "lease", _put("allow_discard_timeout", _number)),
     "wait_s": Driver("wait", "wait", _put("wait_s", _number)),
     "max_episodes": Driver("claim", "number", _put("max_episodes", _number)),
-    "report.concurrency": Driver("report", "concurrency", _report("concurrency", _number)),
-    "report.process": Driver("report", "process", _report("process", "p".__mul__)),
     "episode_uuid": Driver("register", "uuid", _uuid),
     "task_id": Driver("register", "task", _text("task_id")),
     "group_id": Driver("register", "group", _group),
@@ -374,7 +365,7 @@ class Holder:
         if combination.kind == "head":
             check(await self.get(request), combination)
             return
-        of_a_claim = combination.kind not in ("claim", "wait", "report", "register", "register many")
+        of_a_claim = combination.kind not in ("claim", "wait", "register", "register many")
         try:
             reply = await self.post(
                 request.path,
@@ -412,8 +403,6 @@ class Holder:
                 return Request("/abort_episode", {"failure": {"kind": "k"}})
             case "claim" | "wait":
                 return Request("/claim_episode", {"client_uuid": fresh, "pool": fresh, "sends_key": True})
-            case "report":
-                return Request("/await_run_end", {"client_uuid": fresh, "report": {"process": fresh}})
             case "register many":
                 sample = {"episode_uuid": fresh, "client_uuid": fresh, "episode_type": "eval"}
                 return Request("/register_episodes", {"episodes": [sample]})

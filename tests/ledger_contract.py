@@ -7,16 +7,19 @@ ones what a process finds that starts after the first was killed.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from zstandard import FRAME_HEADER, get_frame_parameters
 
+from interchange_helpers import eventually
 from run_ledger import ended_episode
 from tinkerscript.errors import StoreError
 from tinkerscript.ledger import Ledger
-from tinkerscript.ledger.compression import unpacked
+from tinkerscript.ledger.compression import DICTIONARIES, DICTIONARY_BLOBS, unpacked
 from tinkerscript.ledger.history import begin, find_beginning
 from tinkerscript.ledger.ledger import WriteBatch
 from tinkerscript.ledger.rows import (
@@ -111,7 +114,7 @@ async def put_large(
     for number in numbers:
         if with_episode:
             ledger.put(ended_episode(number, **values))
-        part = bytes(size // 3)
+        part = FRAME_HEADER + bytes(size // 3 - len(FRAME_HEADER))  # Frames are stored as they are.
         ledger.put(TrainedRow(episode=number, step=step(number), outcome=Use.TRAINED))
         ledger.put(made(CallRow, 1, episode=number, attempt=1, call=part))
         ledger.put(TokensRow(episode=number, step=step(number), sequences=part))
@@ -133,6 +136,25 @@ async def full(ledger: Ledger) -> list[int]:
 
 async def names_of(ledger: Ledger, *claims: tuple[int, int]) -> list[list[str]]:
     return [[each.call_id for each in calls] for calls in await ledger.calls(claims)]
+
+
+MESSAGES = json.dumps([{"role": "user", "content": "What is 12+34? Answer with a number and nothing else."}])
+
+
+async def put_calls(ledger: Ledger, calls: list[Call]) -> None:
+    ledger.put(episode())
+    for each in calls:
+        ledger.put_call(1, 1, each)
+    await ledger.durable()
+
+
+async def trained_once(ledger: Ledger) -> None:
+    """Return when the ledger has a dictionary."""
+
+    async def has_one() -> bool:
+        return len(await ledger.read(DICTIONARIES)) == 1
+
+    await eventually(has_one, "a dictionary")
 
 
 TWICE: list[tuple[Row, Row]] = [
@@ -314,6 +336,45 @@ class LedgerContract:
         assert sorted(bytes(row.file) for row in stored) == sorted(files)
         assert all(row.size < 200_000 for row in await again.rows(CallRow))
         assert ANY_BYTES not in b"".join(unpacked(bytes(row.call)) for row in await again.rows(CallRow))
+
+    async def test_a_dictionary_compresses_calls_also_after_a_restart(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        sent = [call(f"call-{number}", messages=MESSAGES) for number in range(DICTIONARY_BLOBS + 20)]
+        await put_calls(ledger, sent[:DICTIONARY_BLOBS])
+        await trained_once(ledger)
+        await put_calls(ledger, sent[DICTIONARY_BLOBS:-10])
+        await ledger.close()
+        again = await leading(reopen)
+        await put_calls(again, sent[-10:])
+        assert await again.calls([(1, 1)]) == [sent]
+        sizes = [len(row.call) for row in await again.rows(CallRow, "ORDER BY number")]
+        assert max(sizes[DICTIONARY_BLOBS:]) < min(sizes[:DICTIONARY_BLOBS]) / 2
+        assert len(await again.read(DICTIONARIES)) == 1, "the second process has found the first one's"
+
+    async def test_no_frame_is_written_before_its_dictionary(
+        self, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Or a process that dies in between would leave calls that cannot be read."""
+        ledger = await leading(reopen)
+        write, known, named = ledger.write, set[int](), set[int]()
+
+        async def looked_at(batch: WriteBatch) -> None:
+            facts: Any = batch.rows.get(FactRow, {}).values()
+            calls: Any = batch.rows.get(CallRow, {}).values()
+            known.update(int(row.name.rpartition("/")[2]) for row in facts)
+            frames = [row.call for row in calls if row.call.startswith(FRAME_HEADER)]
+            named.update(get_frame_parameters(each).dict_id for each in frames)
+            assert named <= known
+            await write(batch)
+
+        monkeypatch.setattr(ledger, "write", looked_at)
+        ledger.put(episode())
+        number = 0
+        while not named:
+            ledger.put_call(1, 1, call(f"call-{number}", messages=MESSAGES))
+            await asyncio.sleep(0)
+            number += 1
+        await ledger.durable()
 
     async def test_statements_run_after_the_rows_of_their_transaction(self, reopen: Reopen) -> None:
         """So calls that are dropped at once are never there."""

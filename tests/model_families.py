@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 
 from tinkerscript.engine.layer_kinds import LayerKinds
+from tinkerscript.engine.routing import experts_of
 
 CONTEXT = 256
 
@@ -62,6 +63,9 @@ class Family:
     targets: tuple[str, ...] = ("attn", "mlp", "unembed")
     """Of a LoRA."""
 
+    replays: bool = True
+    """Whether training can replay what routers chose, if it is a mixture of experts."""
+
     scale: float = 4
     """Of its random weights, so large that attention is not uniform, and windows are felt."""
 
@@ -69,6 +73,10 @@ class Family:
     def config(self) -> transformers.PretrainedConfig:
         named = self.settings if "text_config" in self.settings else SHAPE | self.settings
         return getattr(transformers, f"{self.architecture}Config")(**named)
+
+    @property
+    def is_mixture(self) -> bool:
+        return experts_of(self.config) > 0
 
     @property
     def kinds(self) -> LayerKinds:
@@ -127,7 +135,7 @@ FAMILIES = [
     ),
     Family("Qwen 3 MoE", "Qwen3Moe", {**HEADS, **EXPERTS, "num_experts": 4}),
     Family("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 4}),
-    Family("Phi 3.5 MoE", "Phimoe", {**GROUPED, "num_local_experts": 4}),
+    Family("Phi 3.5 MoE", "Phimoe", {**GROUPED, "num_local_experts": 4}, replays=False),
     Family("OLMoE", "Olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
     Family(
         "GLM 4 MoE",
@@ -237,6 +245,7 @@ FAMILIES = [
         },
         shares=False,
         targets=("q_proj", "k_proj", "v_proj", "o_proj", "unembed"),
+        replays=False,
         scale=1,
     ),
     Family(
@@ -258,7 +267,7 @@ FAMILIES = [
         "Jamba",
         {
             **GROUPED,
-            "num_experts": 2,
+            "num_experts": 4,
             "attn_layer_period": 2,
             "attn_layer_offset": 1,
             "use_mamba_kernels": False,

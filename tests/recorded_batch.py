@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_helpers import make_call, make_episode, make_group
+from run_ledger import dictionaries
 from tinkerscript.ledger.groups import recorded_groups
 from tinkerscript.ledger.tokens import unpacked_sequences
 from tinkerscript.rollouts.advantages import RolloutGroup
@@ -103,7 +104,7 @@ def record(folder: Path) -> None:
     """Write the episodes that trained in steps 1, 2 and 3."""
     with closing(sqlite3.connect(f"file:{folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
         trained = {
-            uuid: [unpacked_sequences(each)[0] for each in sequences]
+            uuid: [unpacked_sequences(each, dictionaries(folder))[0] for each in sequences]
             for uuid, *sequences in ledger.execute(
                 "SELECT uuid, a.sequences, b.sequences, c.sequences FROM episodes e "
                 "JOIN tokens a ON a.episode = e.sequence AND a.step = 1 "

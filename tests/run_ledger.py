@@ -16,6 +16,7 @@ from msgspec.structs import astuple
 
 from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.files import CONFIG_FILE, LEDGER_FILE, RUN_ID, stamp
+from tinkerscript.ledger.compression import DICTIONARIES, Dictionaries
 from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, decoded, row_of
 from tinkerscript.ledger.reader import STATUS, LedgerReader
 from tinkerscript.ledger.rows import (
@@ -48,6 +49,11 @@ def ask(run: Path, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=30)) as ledger:
         has_tables = ledger.execute("SELECT 1 FROM sqlite_schema WHERE name = 'steps'").fetchone()
         return ledger.execute(sql, parameters).fetchall() if has_tables else []
+
+
+def dictionaries(run: Path) -> Dictionaries:
+    """Those that the ledger's blobs are compressed with."""
+    return Dictionaries(lambda: [content for _, content in ask(run, DICTIONARIES.replace("{s}", ""))])
 
 
 def rows(run: Path, kind: type[R], rest: str = "", *parameters: Any) -> list[R]:
@@ -109,7 +115,8 @@ def outcomes(run: Path) -> list[Outcome]:
         found = ask(run, "SELECT result FROM results WHERE episode = ?", own)
         result = found[0][0] if found else b""
         record = restored(episode, attempts, b"{}", result)
-        calls = decoded(ask(run, CALLS_OF_CLAIM.replace("{s}", ""), own, record.attempt))
+        found = ask(run, CALLS_OF_CLAIM.replace("{s}", ""), own, record.attempt)
+        calls = decoded(found, dictionaries(run))
         ended.append(outcome_of(record, calls, result=result))
     return ended
 
@@ -137,9 +144,9 @@ def counted_calls(run: Path) -> dict[str, list[Call]]:
         "SELECT uuid, call FROM calls AS c JOIN episodes ON sequence = episode WHERE state = 'ended' "
         "AND attempt = (SELECT max(attempt) FROM attempts AS a WHERE a.episode = c.episode) ORDER BY number"
     )
-    found: dict[str, list[Call]] = {}
+    found, known = dict[str, list[Call]](), dictionaries(run)
     for uuid, call in ask(run, query):
-        found.setdefault(uuid, []).extend(decoded([(call,)]))
+        found.setdefault(uuid, []).extend(decoded([(call,)], known))
     return found
 
 

@@ -14,6 +14,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -94,8 +95,15 @@ def claim_key(secret: bytes, episode_uuid: str, attempt: int) -> str:
 
 
 def _mac(secret: bytes, purpose: bytes, episode_uuid: str, attempt: int) -> bytes:
-    message = b"\0".join((purpose, episode_uuid.encode(), str(attempt).encode()))
-    return hmac.digest(secret, message, hashlib.sha256)
+    keyed = _keyed(secret).copy()
+    keyed.update(b"\0".join((purpose, episode_uuid.encode(), str(attempt).encode())))
+    return keyed.digest()
+
+
+@lru_cache(maxsize=8)
+def _keyed(secret: bytes) -> hmac.HMAC:
+    """The state after the secret, which is half of an HMAC's time."""
+    return hmac.new(secret, digestmod=hashlib.sha256)
 
 
 def verify_key(secret: bytes, key: str) -> ClaimId | None:

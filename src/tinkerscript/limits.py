@@ -152,8 +152,6 @@ WAIT_S = _bound("wait_s", 60, "seconds", 422, "long poll")
 EPISODES = _bound("max_episodes", 256, "claims", 422, "request")
 CLAIMS = _bound("claims of a client", 4096, "claims held", 200, "client")
 _setting(f"{SECTION}.clients.max_claims", "claims held or waited for", 429, "client with a token")
-WORKERS_AT_ONCE = _bound("report.concurrency", 1_000_000, "episodes", 422, "worker's report")
-_bound("report.process", ID_CHARS, "characters", 422, "worker's report")
 
 
 _SAMPLE = "registration"

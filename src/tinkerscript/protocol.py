@@ -68,7 +68,6 @@ __all__ = [
     "SyncTrainConfigRequest",
     "SyncTrainConfigResponse",
     "UpdateEngineStatusRequest",
-    "WorkerReport",
     "WorkflowOutput",
     "bounded",
     "call_id_of",
@@ -104,7 +103,6 @@ HANDED_BACK = "worker_stopped"
 DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
 
 # Bound of the counters in a worker's report about itself.
-MAX_COUNT = 10**12
 
 # Environment variable that gives workers and clients the server's URL.
 SERVER_URL = "TINKERSCRIPT_SERVER_URL"
@@ -484,9 +482,6 @@ class EpisodeClaim(Message):
     run: str = ""
     """Name of the run, for logs."""
 
-    traceparent: str = ""
-    """W3C trace context of the claim. Empty: the server exports no traces."""
-
 
 class ClaimEpisodeResponse(EpisodeClaim):
     """The first claimed episode, or why nothing was claimed."""
@@ -549,37 +544,6 @@ class CanContinueEpisodeResponse(Message):
     """The engine's current policy version."""
 
 
-class WorkerReport(Message):
-    """What a worker process has done since it started. `/metrics` has the sums over all workers."""
-
-    process: str = Field(max_length=limits.ID_CHARS)
-    """Unique to the process, because counts restart at 0 with it."""
-
-    concurrency: Annotated[int, Field(ge=0, le=limits.WORKERS_AT_ONCE.limit)] = 0
-    """Maximum number of episodes at once."""
-
-    running: Annotated[int, Field(ge=0, le=limits.WORKERS_AT_ONCE.limit)] = 0
-    """Episodes that it runs now."""
-
-    ended: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Episodes with a stored result."""
-
-    failed: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Episodes whose rollout raised."""
-
-    lost: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Claims that lost their lease."""
-
-    handed_back: Annotated[int, Field(ge=0, le=MAX_COUNT)] = 0
-    """Episodes handed back because the worker was stopped."""
-
-    cpu_s: Annotated[float, Field(ge=0, le=MAX_COUNT, allow_inf_nan=False)] = 0.0
-    """CPU time in seconds."""
-
-    resident_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
-    """Resident memory in bytes."""
-
-
 class AwaitRunEndRequest(Message):
     """`POST /await_run_end`."""
 
@@ -588,9 +552,6 @@ class AwaitRunEndRequest(Message):
 
     wait_s: float = Field(default=0.0, ge=0, le=limits.WAIT_S.limit)
     """Seconds that the server may wait for the run's end before it replies."""
-
-    report: WorkerReport | None = None
-    """What the worker has done so far."""
 
 
 class AwaitRunEndResponse(Message):

@@ -71,6 +71,9 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampled: int = 0
     """How many of the prompt's last ids other weights sampled for this reply."""
 
+    known: int = 0
+    """How many of the prompt's first ids an earlier call recorded. Their experts are not returned again."""
+
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     """R sampled tokens with log probabilities."""
@@ -99,6 +102,10 @@ class SampledSequence(SampledTokens, frozen=True, kw_only=True):
     stop_reason: StopReason
     constrained: bytes = b""
     """`TokenConstraint` per sampled id (uint8 [R]). Empty: no constraint, or with one, unknown."""
+
+    experts: bytes = b""
+    """What a mixture's routers chose (`Call.experts`), for the prompt from `SampleRequest.known` on and the
+    R sampled ids. Empty: not recorded."""
 
     is_cut: bool = False
     """`Sampler.cut` ended it, so it is incomplete and `stop_reason` means nothing."""

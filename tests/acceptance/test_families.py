@@ -17,8 +17,11 @@ import transformers
 from model_families import CONTEXT, FAMILIES, Family
 from small_models import sft_datum
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.losses import CHOSEN_EXPERTS
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.engine.weights import LoraSettings
+from tinkerscript.errors import EngineError
+from tinkerscript.rollouts.trainers import packed_experts
 
 PROMPTS = [[5, 6, 7], [2 + (7 * i) % 61 for i in range(48)]]
 REPLY = 20
@@ -84,6 +87,32 @@ def test_a_lora_trains(family: Family, folder: Path, tmp_path: Path) -> None:
         training.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
         assert training.forward(data, "cross_entropy").result().metrics["loss:sum"] < before - 1
         assert gap(engine, training).max() < 1e-5
+
+
+def test_what_a_mixture_chose_is_replayed(family: Family, folder: Path, tmp_path: Path) -> None:
+    if not (family.is_mixture and family.replays):
+        with pytest.raises(EngineError, match=r"engine\.routing_replay: .* leave it out"):
+            EmbeddedEngine(folder, checkpoint_dir=tmp_path, routing_replay=True)
+        return
+    with EmbeddedEngine(folder, checkpoint_dir=tmp_path, routing_replay=True) as engine:
+        assert engine.routing is not None
+        training = engine.create_training_client()
+        client = training.save_weights_and_get_sampling_client().result()
+        params = tinker.SamplingParams(max_tokens=REPLY, stop=[])
+        for prompt in PROMPTS:
+            for row in client.sample_rows(prompt, 2, params).result():
+                experts = np.frombuffer(row.experts, np.uint8).reshape(len(prompt) + REPLY, -1)
+                own = sft_datum([*prompt, *row.ids])
+                first: tuple[np.ndarray, ...] = ()
+                for chosen in (experts, (experts + 1) % engine.routing.experts):
+                    inputs = {CHOSEN_EXPERTS: tinker.TensorData.from_numpy(packed_experts(chosen[1:]))}
+                    data = tinker.Datum(
+                        model_input=own.model_input, loss_fn_inputs={**own.loss_fn_inputs, **inputs}
+                    )
+                    (found,) = training.forward([data], "cross_entropy").result().loss_fn_outputs
+                    first = (*first, found["logprobs"].to_numpy()[-REPLY:])
+                assert np.abs(first[0] - row.logprobs).max() < 1e-5
+                assert np.abs(first[1] - row.logprobs).max() > 1e-3
 
 
 def test_bfloat16_diverges_by_rounding_alone(family: Family, folder: Path, tmp_path: Path) -> None:

@@ -84,11 +84,6 @@ def behind(folder: Path) -> None:
             ledger.execute(f"DELETE FROM {table} WHERE step = 3")
 
 
-def of_version_0_1(folder: Path) -> None:
-    (folder / "one" / LEDGER_FILE).unlink()
-    (folder / "one" / "journal.jsonl").write_text("{}\n")
-
-
 def of_another(name: str) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
         target = folder / "one" / name
@@ -128,7 +123,6 @@ STARTS = {
     "an older ledger": resumed(
         behind, "ends with step 2", "checkpoint of step 3", "restore the whole ledger"
     ),
-    "a run of version 0.1": resumed(of_version_0_1, "made by tinkerscript 0.1", "engine.checkpoint"),
     "another run's ledger": resumed(of_another(LEDGER_FILE), LEDGER_FILE, "from another run"),
     "another run's checkpoint": resumed(of_another("checkpoints/step_0003"), "step_0003", "from another run"),
     "no whole checkpoint": resumed(all_halved, "no checkpoint in one is complete", "1000 of the ", "step 1"),

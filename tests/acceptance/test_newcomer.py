@@ -4,6 +4,7 @@ type, what they see, how long it takes, and the exit codes."""
 from __future__ import annotations
 
 import email
+import gzip
 import json
 import math
 import re
@@ -41,7 +42,7 @@ def test_the_package_is_complete_and_describes_itself(installation: Installation
     assert {"py.typed", "engine/tiny/model.safetensors", "starter/train.yaml", "starter/agent.py"} <= package
     assert {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.py")} <= set(names)
     extras = set(metadata.get_all("Provides-Extra", []))
-    watching, clusters = {"tensorboard", "trackio", "wandb", "otel"}, {"ray", "postgres", "remote"}
+    watching, clusters = {"tensorboard", "trackio", "wandb"}, {"ray", "postgres", "remote"}
     environments = {"verifiers", "reasoning-gym", "textarena", "openenv"}
     assert extras == {"server", "engine", "inspect", "datasets", "all"} | watching | clusters | environments
     links = re.findall(r"\]\((.*?)\)", str(metadata.get_payload()))
@@ -77,7 +78,7 @@ def test_from_init_to_an_episode_on_the_screen(shell: Shell) -> None:
     code, text = shell.run(*with_agent[0].split(), "--set=training.steps=1", *short[1:], port)
     assert code == 0, text
     assert str(shell.folder / "mine" / "agent.py") in (latest / "config.yaml").read_text()
-    lines = (latest / "rollouts" / "step_0001.jsonl").read_text().splitlines()
+    lines = gzip.decompress((latest / "rollouts" / "step_0001.jsonl.gz").read_bytes()).splitlines()
     rewards = [json.loads(line)["reward"] for line in lines]
     assert (len(rewards), set(rewards)) == (16 * 8, {0.0, 1.0}), "the agent's own"
 

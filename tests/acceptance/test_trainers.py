@@ -2,23 +2,21 @@
 
 None of them is installed by `make test`: they pull other versions of torch. To run, install them beside it
 without their dependencies (`pip install --no-deps --target FOLDER trl==1.16.0 accelerate verl==0.9.1 ...`),
-and put FOLDER on PYTHONPATH. Tried with TRL 1.16.0, verl 0.9.1, SkyRL 0.3.0 and AReaL 1.0.4.
+and put FOLDER on PYTHONPATH. Tried with TRL 1.16.0 and verl 0.9.1.
 """
 
 from __future__ import annotations
 
-import typing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import typing_extensions
 
 from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.rollouts.advantages import RolloutBatch, RolloutGroup
-from tinkerscript.rollouts.trainers import to_areal, to_skyrl, to_trl, to_verl
+from tinkerscript.rollouts.trainers import to_trl, to_verl
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -57,52 +55,6 @@ def test_verl_computes_our_advantages() -> None:
         norm_adv_by_std_in_grpo=False,
     )
     np.testing.assert_allclose(advantages, expected()[:, None] * np.array(masks()), atol=1e-6)
-
-
-def test_skyrl_takes_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    # SkyRL is for Python 3.12, where pydantic takes `typing.TypedDict`.
-    monkeypatch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
-    utils = pytest.importorskip("skyrl.train.utils.trainer_utils")
-    preprocess = pytest.importorskip("skyrl.train.dataset.preprocess")
-    base = pytest.importorskip("skyrl.train.generators.base")
-    output = to_skyrl(RolloutBatch(tuple(groups())), trajectory_id=base.TrajectoryID)
-    assert output.keys() == base.GeneratorOutput.__annotations__.keys()
-    utils.validate_generator_output(6, output)
-    assert [each.to_string() for each in output["trajectory_ids"]] == [
-        f"g{number}_{index}" for number in range(2) for index in range(3)
-    ]
-
-    class Tokenizer:
-        pad_token_id = 0
-
-    by_token = [
-        [0.0] * (len(ids) - 1) + [r] for ids, r in zip(output["response_ids"], output["rewards"], strict=True)
-    ]
-    sequences, _, _, rewards, loss_masks, logprobs, *_ = (
-        preprocess.convert_prompts_responses_to_batch_tensors(
-            Tokenizer(),
-            output["prompt_token_ids"],
-            output["response_ids"],
-            by_token,
-            output["loss_masks"],
-            output["rollout_logprobs"],
-        )
-    )
-    assert sequences.shape == (6, 9)
-    assert loss_masks.int().tolist() == masks()
-    assert rewards.sum(-1).tolist() == [1.0, 0.0, 0.25] * 2
-    np.testing.assert_allclose(logprobs, output["rollout_logprobs"], rtol=1e-6)
-
-
-def test_areal_takes_the_trajectories() -> None:
-    executor = pytest.importorskip("areal.infra.workflow_executor")
-    data = pytest.importorskip("areal.utils.data")
-    made = [to_areal(group) for group in groups()]
-    for each in made:
-        assert executor.check_trajectory_format(each, batch_size=3)
-    batch = data.concat_padded_tensors(made)
-    assert batch["rewards"].tolist() == [1.0, 0.0, 0.25] * 2
-    assert batch["loss_mask"][:, 3:].tolist() == masks()
 
 
 def test_trl_trains_on_the_rollouts(tmp_path: Path, random_model: Path) -> None:

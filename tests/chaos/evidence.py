@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkerscript.ledger.compression import DICTIONARIES, Dictionaries
 from tinkerscript.ledger.ledger import decoded
 from tinkerscript.ledger.postgres import unescaped
 
@@ -154,6 +155,7 @@ def read_ledger(query: Query) -> LedgerLines:
         clients[sequence, attempt] = client
         if failure is not None:
             failures[sequence].append(json.loads(failure)["kind"])
+    dictionaries = Dictionaries(lambda: [content for _, content in query(DICTIONARIES)])
     calls: dict[tuple[int, int], list[bytes]] = defaultdict(list)
     for sequence, attempt, call in query("SELECT episode, attempt, call FROM {s}calls ORDER BY number"):
         calls[sequence, attempt].append(call)
@@ -170,7 +172,7 @@ def read_ledger(query: Query) -> LedgerLines:
         if state == "ended":
             line |= {"attempt": attempt, "client": client, "reward": reward, "claimed_version": version}
             line["metadata"] = json.loads(result)["metadata"] if result else None
-            line["calls"] = _call_lines(calls.pop((sequence, attempt), []))
+            line["calls"] = _call_lines(calls.pop((sequence, attempt), []), dictionaries)
         episodes.append(line)
     names = {sequence: uuid for sequence, uuid, *_ in rows}
 
@@ -193,14 +195,14 @@ def read_ledger(query: Query) -> LedgerLines:
                 "episode": names[sequence],
                 "attempt": attempt,
                 "client": clients[sequence, attempt],
-                "calls": _call_lines(found),
+                "calls": _call_lines(found, dictionaries),
             }
             for (sequence, attempt), found in calls.items()
         ],
     )
 
 
-def _call_lines(calls: Iterable[bytes]) -> Found:
+def _call_lines(calls: Iterable[bytes], dictionaries: Dictionaries) -> Found:
     return [
         {
             "call": call.call_id,
@@ -212,5 +214,5 @@ def _call_lines(calls: Iterable[bytes]) -> Found:
             "spans": [list(span) for span in call.spans],
             "messages": call.messages,
         }
-        for call in decoded((each,) for each in calls)
+        for call in decoded(((each,) for each in calls), dictionaries)
     ]

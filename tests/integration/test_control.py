@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tinkerscript.cli import app
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.errors import RequestRefusedError, ServerUnreachableError
 from tinkerscript.limits import Totals
-from tinkerscript.trainer_link.messages import BatchProgress
 
 TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
 
@@ -72,33 +70,6 @@ async def test_the_engine_from_the_command_line(
     monkeypatch.setenv(ADMIN_TOKEN, TOKENS[CLIENT_TOKEN])
     barred = await control(setup, "control", "stop")
     assert (barred.exit_code, "admin token" in barred.stderr) == (2, True)
-
-
-async def test_samples_and_the_batch_from_the_command_line(setup: Setup, tmp_path: Path) -> None:
-    lines = [{"task_id": f"t{number}", "payload": {"n": number}} for number in range(2)]
-    file = tmp_path / "samples.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for _ in range(2):
-        made = await control(setup, "control", "register", str(file), "--pool", "me", "--group-size", "2")
-        assert made.stdout == "4 episodes of 2 samples are in the pool 'me'\n"
-    assert (await setup.status()).pools["me"].registered == 4
-    file.write_text('{"task_id": "t"}\n')
-    broken = await control(setup, "control", "register", str(file), "--pool", "me")
-    assert (broken.exit_code, f"{file}, line 1: needs an object with" in broken.stderr) == (2, True)
-    assert (await control(setup, "control", "batch")).stdout == "no batch is in progress\n"
-    batch = BatchProgress(
-        label="step 2",
-        rule="groups",
-        needed=4,
-        have=1,
-        episodes_ended=3,
-        episodes_expected=8,
-        groups_ahead={"me": 2},
-    )
-    setup.link.set_batch(batch, at_once=True)
-    await setup.link.flush()
-    shown = (await control(setup, "control", "batch")).stdout
-    assert shown == "step 2: 1 of 4 groups\nme: 2 groups ahead (at most 4)\n"
 
 
 async def test_a_client_registers_in_bulk_within_its_quota_and_looks_at_its_own(setup: Setup) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from interchange_helpers import collect, consumed, new_episodes
 from interchange_setup import OUTPUT, Setup, serving
-from run_ledger import ask
+from run_ledger import ask, dictionaries
+from tinkerscript.ledger.compression import unpacked
 from tinkerscript.server.routes import episodes as route
 
 
@@ -34,7 +35,8 @@ def stored(run_dir: Path) -> list[tuple[str, int, bytes]]:
     query = (
         "SELECT uuid, attempt, transcript FROM transcripts JOIN episodes ON sequence = episode ORDER BY 1, 2"
     )
-    return ask(run_dir, query)
+    found, known = ask(run_dir, query), dictionaries(run_dir)
+    return [(uuid, attempt, unpacked(data, known)) for uuid, attempt, data in found]
 
 
 async def test_the_transcripts_of_all_attempts_are_kept(setup: Setup) -> None:

@@ -335,7 +335,7 @@ def test_every_module_is_fetched_at_once() -> None:
     folder = ROOT / "src" / "tinkerscript" / "page" / "static"
     page = (folder / "index.html").read_text()
     for path in [*folder.glob("*.js"), *folder.glob("vendor/*.js")]:
-        assert f'"page/{path.relative_to(folder)}"' in page or path.name == "docs.js", path.name
+        assert f'"page/{path.relative_to(folder)}"' in page, path.name
 
 
 def test_the_vendored_libraries_are_listed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Mapping
@@ -166,7 +167,7 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
         assert (folder.path / "checkpoints" / "final" / name).stat().st_size
     # The scorer that raises leaves a transcript too, in each of three attempts.
     assert ask(folder.path, "SELECT count(*) FROM transcripts") == [(len(accepted) + 3 * len(failed),)]
-    lines = (folder.path / "rollouts" / "step_0001.jsonl").read_text().splitlines()
+    lines = gzip.decompress((folder.path / "rollouts" / "step_0001.jsonl.gz").read_bytes()).splitlines()
     rollouts = [json.loads(line) for line in lines]
     assert len(rollouts) == 24
     assert sum("failures" in r for r in rollouts) == 4
@@ -227,7 +228,8 @@ async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
     assert second["train/kl_start"] != 0
     assert (first["train/learning_rate"], second["train/learning_rate"]) == (5e-3, 1e-2)
     assert first["alignment/max_abs_dlogp"] < 1e-4
-    lines = [json.loads(x) for x in (folder.path / "rollouts" / "step_0001.jsonl").read_text().splitlines()]
+    rollouts = gzip.decompress((folder.path / "rollouts" / "step_0001.jsonl.gz").read_bytes())
+    lines = [json.loads(line) for line in rollouts.splitlines()]
     mixed = [line["advantage"] for line in lines if line.get("advantage")]
     assert mixed
     # Rewards 1 and 0 in a group of 4: one apart from three, or two and two, over the deviation.

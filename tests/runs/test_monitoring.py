@@ -33,7 +33,7 @@ def test_one_scrape_has_what_the_dashboard_shows(tmp_path: Path) -> None:
     def has_all() -> bool:
         nonlocal text
         text = httpx.get(f"{url}/metrics", timeout=30).text
-        return 'metric="reward/mean"' in text and "tinkerscript_workers 1.0" in text
+        return 'metric="reward/mean"' in text and "tinkerscript_active_clients 1.0" in text
 
     command.until(has_all)
     command.until((tmp_path / "run" / "logs" / "worker-0.log").read_text)  # What it says every ten seconds.

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from run_ledger import ask, results
+from run_ledger import ask, dictionaries, results
 from short_runs import short_run
 from tinkerscript.cli import app
 from tinkerscript.client import Episode, TinkerScriptClient, run
 from tinkerscript.config import dump_config
 from tinkerscript.errors import EngineError, RequestRefusedError
-from tinkerscript.page.transcript_view import parsed, unpacked_text
+from tinkerscript.ledger.compression import unpacked
+from tinkerscript.page.transcript_view import parsed
 from tinkerscript.sampler import ProgressCallback, Sampler, SampleRequest, SampleResult
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.backends import BACKENDS
@@ -53,7 +54,10 @@ async def test_every_episode_of_a_run_is_in_its_ledger_and_none_is_lost(
     transcripts = ask(folder.path, "SELECT transcript FROM transcripts")
     assert len(transcripts) == episodes
     for (data,) in transcripts:
-        kinds = {json.loads(bytes(event))["event"] for event in parsed(unpacked_text(data)).events}
+        kinds = {
+            json.loads(bytes(event))["event"]
+            for event in parsed(unpacked(data, dictionaries(folder.path))).events
+        }
         assert {"model", "score"} <= kinds
     used = ask(folder.path, "SELECT episode, step FROM trained ORDER BY episode")
     assert [episode for episode, _ in used] == sorted(each.sequence for each in accepted)

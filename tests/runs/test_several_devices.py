@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -22,11 +23,14 @@ import tinker
 import torch
 from safetensors.torch import load_file
 
+from small_models import small_model
 from tinkerscript.engine import decoder, packing, ranks
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.losses import CHOSEN_EXPERTS
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import EngineError
+from tinkerscript.rollouts.trainers import packed_experts
 
 LORA = LoraSettings(4, alpha=8.0, seed=5)
 ADAM = tinker.AdamParams(
@@ -299,3 +303,40 @@ def test_a_run_whose_rank_dies_says_so_and_resumes_under_torchrun(tmp_path: Path
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 3 * epochs
     assert (run / "checkpoints" / "final" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
+def test_every_rank_replays_the_experts_of_its_part(
+    sharding: Literal["replicate", "shard"], random_model: Path, tmp_path: Path
+) -> None:
+    folder, random = tmp_path / "mixture", np.random.default_rng(3)
+    settings = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = small_model("Qwen3Moe", **settings, num_key_value_heads=2, initializer_range=0.3)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(random_model / name, folder)
+    own = [datum(random.integers(2, 64, 24), 4, 1.0) for _ in range(6)]
+    data: list[tinker.Datum] = []
+    for each in own:
+        rows = random.integers(0, 8, (23, 4)).astype(np.uint8)  # 2 of 8 experts in 2 layers.
+        chosen = {CHOSEN_EXPERTS: tinker.TensorData.from_numpy(packed_experts(rows))}
+        inputs = {**each.loss_fn_inputs, **chosen}
+        data.append(tinker.Datum(model_input=each.model_input, loss_fn_inputs=inputs))
+    found: list[list[np.ndarray]] = []
+    for devices in (1, 2):
+        with EmbeddedEngine(
+            folder,
+            checkpoint_dir=tmp_path,
+            devices=devices,
+            sharding=sharding,
+            routing_replay=True,
+            log_dir=tmp_path,
+        ) as engine:
+            client = engine.create_training_client()
+            client.forward_backward(data, "cross_entropy").result()
+            client.optim_step(ADAM).result()
+            for part in (data, own):
+                output = client.forward(part, "cross_entropy").result()
+                found.append([row["logprobs"].to_numpy() for row in output.loss_fn_outputs])
+    np.testing.assert_allclose(found[2], found[0], atol=1e-5)
+    assert np.abs(np.subtract(found[2], found[3])).mean() > 0.01

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from run_ledger import ask, counted_calls
+from run_ledger import ask, counted_calls, dictionaries
 from short_runs import curve, short_run
 from tinkerscript.config import RunConfig, SftConfig
 from tinkerscript.errors import EngineError
@@ -174,7 +174,7 @@ def trained(run: Path) -> list[tuple[dict[str, str], list[int], list[int]]]:
     for result, packed in ask(
         run, "SELECT result, sequences FROM results AS r JOIN tokens AS t ON t.episode = r.episode"
     ):
-        (sequence,) = unpacked_sequences(packed)
+        (sequence,) = unpacked_sequences(packed, dictionaries(run))
         tokens = unpack_ids(sequence.chat)
         trains = np.frombuffer(sequence.chat_trained, np.uint8).astype(bool)
         found.append((json.loads(result)["metadata"], tokens.tolist(), tokens[trains].tolist()))

@@ -20,7 +20,6 @@ ALLOWED = {
     "protocol": "errors limits",
     "lifecycle": "",
     "logs": "limits",
-    "tracing": "",
     "files": "errors",
     "remote_folder": "errors files",
     "config": "errors files limits logs remote_folder",
@@ -29,7 +28,7 @@ ALLOWED = {
     "rollouts": "errors",
     "inference_ctx": "errors rollouts",
     "asgi": "errors limits protocol",
-    "client": "errors limits logs protocol tracing",
+    "client": "errors limits logs protocol",
     "isolation": "errors",
     "engine": "config errors lifecycle model_folder",
     "http_server": "asgi config lifecycle limits",
@@ -39,17 +38,17 @@ ALLOWED = {
     "starter": "client",
     "__init__": "",
     "inspect_tinker_bridge": "",
-    "workers": "client errors inspect_tinker_bridge isolation lifecycle protocol tracing",
+    "workers": "client errors inspect_tinker_bridge isolation lifecycle protocol",
     "access_tokens": "asgi config errors files logs",
     "sampler": "errors rollouts",
     "ledger": "errors files rollouts",
-    "trainer_link": "errors files ledger limits protocol rollouts sampler tracing",
+    "trainer_link": "errors files ledger limits protocol rollouts sampler",
     "addresses": "config errors trainer_link",
     "tokenizer": "errors model_folder rollouts",
-    "gateway": "asgi config errors limits model_folder protocol rollouts sampler tokenizer tracing",
+    "gateway": "asgi config errors limits model_folder protocol rollouts sampler tokenizer",
     "server": (
         "access_tokens addresses asgi config errors files gateway http_server ledger lifecycle limits logs "
-        "model_folder protocol rollouts sampler tracing trainer_link"
+        "model_folder protocol rollouts sampler trainer_link"
     ),
     "processes": (
         "access_tokens addresses asgi client config errors ledger lifecycle logs protocol server "
@@ -59,7 +58,7 @@ ALLOWED = {
     "train": (
         "access_tokens addresses config dashboard engine errors files gateway inspect_tinker_bridge "
         "ledger lifecycle logs model_folder processes protocol remote_folder rollouts sampler "
-        "tokenizer tracing trainer_link vllm_plugin workers"
+        "tokenizer trainer_link vllm_plugin workers"
     ),
     "commands": (
         "access_tokens addresses asgi client config dashboard engine errors files http_server "
@@ -69,7 +68,7 @@ ALLOWED = {
     "testing": "dashboard errors gateway rollouts sampler",
     "cli": (
         "client commands dashboard engine errors files ledger lifecycle logs model_folder page protocol "
-        "server tracing workers"
+        "server workers"
     ),
     "__main__": "cli",
 }

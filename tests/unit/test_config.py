@@ -258,3 +258,22 @@ def test_replicas_do_not_sleep_beside_several_devices() -> None:
     RunConfig.model_validate(one)
     with pytest.raises(ValueError, match=r"inference\.sleep: with engine\.devices: 2"):
         RunConfig.model_validate(one | {"engine": {"lora": {"rank": 8}, "devices": 2}})
+
+
+@pytest.mark.parametrize(
+    ("engine", "inference", "refusal"),
+    [
+        ({"backend": "tinker"}, {}, "routing_replay: only the embedded engine replays the experts"),
+        (
+            {},
+            {"backend": "vllm", "launch": {"replicas": 1}, "on_publish": "move"},
+            r"engine\.routing_replay: inference\.backend: vllm does not report the experts that it chose",
+        ),
+    ],
+)
+def test_experts_are_replayed_only_where_they_are_recorded(
+    engine: dict[str, Any], inference: dict[str, Any], refusal: str
+) -> None:
+    whole = {"engine": engine | {"routing_replay": True}, "inference": inference}
+    with pytest.raises(ConfigError, match=refusal):
+        parse_config(yaml.safe_dump(whole), source="config")

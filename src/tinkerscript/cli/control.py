@@ -1,16 +1,14 @@
 """`tinkerscript control` operates a running server with the client's methods.
 
-Tokens come from the environment: TINKERSCRIPT_ADMIN_TOKEN, or TINKERSCRIPT_CLIENT_TOKEN for `register` and
-`batch`, or either with `_FILE`.
+The token comes from the environment: TINKERSCRIPT_ADMIN_TOKEN, or the same with `_FILE`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from tinkerscript.protocol import FailedEpisodesReply
 
 ADMIN = "TINKERSCRIPT_ADMIN_TOKEN"
-CLIENT = "TINKERSCRIPT_CLIENT_TOKEN"
 
 app = typer.Typer(
     name="control", no_args_is_help=True, help="Operate a running server.", rich_markup_mode=None
@@ -40,7 +37,7 @@ def start(
     server: Server = "",
 ) -> None:
     """Start a trainer at the server."""
-    with _client(server, ADMIN) as client:
+    with _client(server) as client:
         if config is not None:
             client.sync_train_config(_text(config))
         client.start_engine(force_restart=force)
@@ -50,14 +47,14 @@ def start(
 @app.command()
 def stop(server: Server = "") -> None:
     """Ask the trainer to end its run in an orderly way; the run can be resumed."""
-    with _client(server, ADMIN) as client:
+    with _client(server) as client:
         client.stop_engine()
 
 
 @app.command()
 def failed(server: Server = "") -> None:
     """List the failed episodes, each with its last failure."""
-    with _client(server, ADMIN) as client:
+    with _client(server) as client:
         episodes = list(client.failed_episodes())
         if not episodes:
             typer.echo("no failed episodes", err=True)
@@ -71,57 +68,25 @@ def failed(server: Server = "") -> None:
 @app.command()
 def retry(episodes: Episodes, server: Server = "") -> None:
     """Give failed episodes new attempts."""
-    with _client(server, ADMIN) as client:
+    with _client(server) as client:
         _report(client.retry_failed_episodes(episodes))
 
 
 @app.command()
 def drop(episodes: Episodes, server: Server = "") -> None:
     """Remove failed episodes from the list."""
-    with _client(server, ADMIN) as client:
+    with _client(server) as client:
         _report(client.drop_failed_episodes(episodes))
 
 
-@app.command()
-def register(
-    samples: Annotated[Path, typer.Argument(help="JSON lines, each with `task_id` and `payload`.")],
-    pool: Annotated[str, typer.Option(help="Name of the client; the samples go into its pool.")],
-    group_size: Annotated[int, typer.Option(min=1, help="Episodes per sample.")] = 8,
-    round: Annotated[str, typer.Option(help="A new round registers the same samples again.")] = "",
-    server: Server = "",
-) -> None:
-    """Register a client's samples, many at once."""
-    payloads = dict[str, dict[str, Any]]()
-    for number, line in enumerate(_text(samples).split("\n"), start=1):
-        if line.strip():
-            task_id, payload = _sample(line, f"{samples}, line {number}")
-            payloads[task_id] = payload
-    with _client(server, CLIENT, pool) as client:
-        made = client.register_episodes(payloads, group_size=group_size, round=round)
-    typer.echo(f"{sum(map(len, made.values()))} episodes of {len(made)} samples are in the pool {pool!r}")
-
-
-@app.command()
-def batch(server: Server = "") -> None:
-    """Show what the trainer waits for."""
-    with _client(server, CLIENT) as client:
-        progress = client.get_batch_progress()
-    if not progress.collecting:
-        typer.echo("no batch is in progress")
-        return
-    typer.echo(f"{progress.label}: {progress.have} of {progress.needed} {progress.rule}")
-    for pool, groups in progress.groups_ahead.items():
-        typer.echo(f"{pool}: {groups} groups ahead (at most {progress.max_groups_ahead})")
-
-
 @contextmanager
-def _client(url: str, token: str, name: str | None = None) -> Generator[TinkerScriptClient]:
+def _client(url: str) -> Generator[TinkerScriptClient]:
     from tinkerscript.client import TinkerScriptClient
     from tinkerscript.client.settings import role_token
     from tinkerscript.errors import ClientError, ServerUnreachableError
 
     try:
-        with TinkerScriptClient(url, client_uuid=name, token=role_token(token), timeout_s=0.0) as client:
+        with TinkerScriptClient(url, token=role_token(ADMIN), timeout_s=0.0) as client:
             yield client
     except ServerUnreachableError as error:
         fail(f"no interchange server answers at {url}: {error.__cause__ or error}", code=1)
@@ -136,17 +101,6 @@ def _report(reply: FailedEpisodesReply) -> None:
         typer.echo(f"{uuid}  refused: {one_line(reason)}")
     if reply.refused:
         raise typer.Exit(1)
-
-
-def _sample(line: str, where: str) -> tuple[str, dict[str, Any]]:
-    try:
-        data: Any = json.loads(line)
-        task_id, payload = data["task_id"], data["payload"]
-    except (ValueError, KeyError, TypeError) as error:
-        fail(f"{where}: needs an object with task_id and payload: {error!r}")
-    if not isinstance(task_id, str) or not isinstance(payload, dict):
-        fail(f"{where}: task_id must be text and payload an object, got {task_id!r} and {payload!r}")
-    return task_id, payload
 
 
 def _text(path: Path) -> str:

@@ -19,7 +19,6 @@ from tinkerscript.cli.conventions import (
     run_to_exit,
 )
 from tinkerscript.errors import ConfigError
-from tinkerscript.tracing import start_tracing
 
 STARTER = Path(__file__).parents[1] / "starter"
 STARTER_FILES = ("task.py", "train.yaml", "agent.py")
@@ -110,14 +109,13 @@ def train(
         if is_follower(config, overrides, resume=folder, join=join):
             follow_command()
             return
-        start_tracing("trainer")
         run_to_exit(train_command(config, overrides, console(), resume=folder, join=join, opens=open_))
 
 
 def evaluate(
     task: Annotated[str, typer.Argument(help="A task, such as file.py@name or verifiers:ENV.")],
     checkpoint: Annotated[
-        str | None, typer.Option(help="Folder or URL of a trained model, served while the eval runs.")
+        str | None, typer.Option(help="Folder of a trained model, served while the eval runs.")
     ] = None,
     server: Annotated[str, typer.Option(help="URL of a server for the model, instead.")] = "",
     task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",

@@ -22,7 +22,6 @@ from tinkerscript.cli.conventions import (
 )
 from tinkerscript.dashboard import one_line, plain
 from tinkerscript.errors import TinkerScriptError, WorkerError
-from tinkerscript.tracing import start_tracing
 
 
 class EpisodeChoice(StrEnum):
@@ -81,7 +80,6 @@ def worker(
 ) -> None:
     """Run a server's episodes on this machine."""
     log_to_stderr(log_format)
-    start_tracing("worker")
     with one_line_errors(WorkerError if exit_with_parent else TinkerScriptError):
         from tinkerscript.workers.worker import WorkerOptions, tasks_with_args, worker_process
 

@@ -20,7 +20,6 @@ from tinkerscript.cli.conventions import (
     run_to_exit,
 )
 from tinkerscript.errors import ConfigError, StoreError
-from tinkerscript.tracing import start_tracing
 
 
 def serve(
@@ -29,14 +28,13 @@ def serve(
     ] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder of a run; restarts its server.")] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(help="Folder or URL of a causal language model to serve.")
+        str | None, typer.Option(help="Folder of a causal language model to serve.")
     ] = None,
     port: Annotated[
         int | None,
         typer.Option(min=0, max=65535, help="0: a free port.", show_default="10086, or a free one"),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to bind, with --checkpoint.")] = "127.0.0.1",
-    max_restarts: Annotated[int, typer.Option(min=0, hidden=True, help="With --checkpoint.")] = 10,
     exit_with_parent: ExitWithParent = False,
 ) -> None:
     """Serve a model, or the episodes of a run.
@@ -49,9 +47,7 @@ def serve(
         with extra("server" if checkpoint is None else "all"):
             from tinkerscript.commands.serve import serve_checkpoint, serve_run
         if checkpoint is not None:
-            work = serve_checkpoint(
-                checkpoint, host, "auto" if port is None else port, console(), max_restarts=max_restarts
-            )
+            work = serve_checkpoint(checkpoint, host, "auto" if port is None else port, console())
             run_to_exit(work, exit_with_parent=exit_with_parent)
         run_to_exit(serve_run(config, resume, console(), on_port(port)), exit_with_parent=exit_with_parent)
 
@@ -129,7 +125,6 @@ def interchange_server(
 ) -> None:
     """Run the interchange server of a run folder. `train` and `serve` start this process."""
     log_to_stderr(log_format)
-    start_tracing("server")
     with one_line_errors(ConfigError, StoreError):
         with extra("server"):
             from tinkerscript.server.process import run_server
@@ -145,7 +140,6 @@ def run_gateway_process(
     """Answer the model calls of some claims. The interchange server starts this process."""
     del exit_with_parent  # It is always true.
     log_to_stderr()
-    start_tracing("gateway")
     with one_line_errors(ConfigError):
         with extra("server"):
             from tinkerscript.server.gateway_process import run_gateway

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field, fields
 from types import TracebackType
@@ -39,7 +39,6 @@ from tinkerscript.protocol import (
     EpisodeType,
     FailedEpisodesReply,
     ReplayLatestCallResponse,
-    WorkerReport,
     WorkflowOutput,
 )
 
@@ -258,16 +257,14 @@ class AsyncTinkerScriptClient:
         """Return what the trainer waits for before its next step, and which pools run ahead of it."""
         return await self._run(self._operations.get_batch_progress())
 
-    async def await_run_end(
-        self, wait_s: float | None = None, *, report: Callable[[], WorkerReport] | None = None
-    ) -> bool:
+    async def await_run_end(self, wait_s: float | None = None) -> bool:
         """Wait up to `wait_s` seconds (None: no limit) for the run to finish; return whether it has.
 
-        For programs that work on one episode for long; `begin_episode` notices the end by itself. `report`
-        returns the worker's counts, every 15 s. Raises RunFailedError, RequestRefusedError (404 from a server
+        For programs that work on one episode for long; `begin_episode` notices the end by itself. Raises
+        RunFailedError, RequestRefusedError (404 from a server
         that is too old) or ServerUnreachableError.
         """
-        return await self._run(self._operations.await_run_end(wait_s, report))
+        return await self._run(self._operations.await_run_end(wait_s))
 
     async def is_episode_claimed(self, episode_uuid: str) -> bool:
         """Return whether a client holds the episode at this moment."""

@@ -131,9 +131,6 @@ class Episode:
     """Names for `model`, in addition to the policy's."""
 
     run: str = ""
-    traceparent: str = ""
-    """W3C trace context for model calls; empty without tracing."""
-
     server_url: str = ""
     """The claim's other endpoints; the gateway process only answers model calls."""
 
@@ -204,7 +201,6 @@ def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, A
         "max_transcript_bytes": claim.max_transcript_bytes,
         "roles": tuple(claim.roles),
         "run": claim.run,
-        "traceparent": claim.traceparent,
         "server_url": settings.server_url.rstrip("/"),
     }
 

@@ -71,7 +71,6 @@ from tinkerscript.protocol import (
     StartEngineRequest,
     SuccessResponse,
     SyncTrainConfigRequest,
-    WorkerReport,
     WorkflowOutput,
     call_id_of,
     checked_reward,
@@ -79,7 +78,6 @@ from tinkerscript.protocol import (
 )
 
 LONG_POLL_S = 30.0  # The server may hold a request for an episode this long.
-REPORT_S = 15.0
 
 LAST_REQUEST_S = 5.0  # For an episode's last request while its program is being stopped.
 TASK_ERROR = "task_error"
@@ -319,18 +317,13 @@ class Operations:
         request = HttpRequest("GET", "/get_engine_status", None, REPLY_TIMEOUT_S)
         return self._ask(request, EngineStatusResponse.model_validate_json)
 
-    def await_run_end(
-        self, wait_s: float | None, report: Callable[[], WorkerReport] | None = None
-    ) -> Operation[bool]:
+    def await_run_end(self, wait_s: float | None) -> Operation[bool]:
         """Return whether the run finished within `wait_s` seconds. Raises RunFailedError."""
-        longest_s = LONG_POLL_S if report is None else REPORT_S
         started, asked = self.timing.clock(), 0
         while True:
             left_s = math.inf if wait_s is None else max(0.0, wait_s - (self.timing.clock() - started))
-            hold_s = min(longest_s, left_s)
-            message = AwaitRunEndRequest(
-                client_uuid=self.settings.client_uuid, wait_s=hold_s, report=report() if report else None
-            )
+            hold_s = min(LONG_POLL_S, left_s)
+            message = AwaitRunEndRequest(client_uuid=self.settings.client_uuid, wait_s=hold_s)
             sent_at = self.timing.clock()
             request = post("/await_run_end", message, hold_s=hold_s)
             reply = yield from self._ask(request, AwaitRunEndResponse.model_validate_json)

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
-from uuid import uuid4
 
 from tinkerscript.client.async_client import AsyncTinkerScriptClient
 from tinkerscript.client.episode import (
@@ -47,11 +43,9 @@ from tinkerscript.protocol import (
     RUN_FINISHED,
     TRAINER_POOL,
     ClaimType,
-    WorkerReport,
     WorkflowOutput,
     failure_line,
 )
-from tinkerscript.tracing import span
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +140,6 @@ class Runner:
         self._idle = 0
 
         # Other runs may use the same client.
-        self._process = uuid4().hex
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
     def statistics(self) -> RunStatistics:
@@ -199,24 +192,10 @@ class Runner:
         # All slots may be busy when the run finishes. The next claim reports errors.
         with suppress(RequestRefusedError, ServerUnreachableError):
             try:
-                if await client.await_run_end(report=self._report):
+                if await client.await_run_end():
                     self._finish(RunFinishedError(RUN_FINISHED))
             except RunFailedError as failed:
                 self._finish(failed)
-
-    def _report(self) -> WorkerReport:
-        now = self.statistics()
-        return WorkerReport(
-            process=self._process,
-            concurrency=self._concurrency,
-            running=now.running,
-            ended=now.ended,
-            failed=now.failed,
-            lost=now.lost,
-            handed_back=now.handed_back,
-            cpu_s=time.process_time(),
-            resident_bytes=_resident_bytes(),
-        )
 
     def _finish(self, why: RunFinishedError) -> None:
         if self._left != 0 or not self._stopping.is_set():
@@ -253,8 +232,7 @@ class Runner:
             if self._stopping.is_set():
                 await self._settle_quickly(client, episode, None)
             else:
-                rolling_out = span("episode", parent=episode.traceparent, episode=episode.episode_uuid)
-                with _log_context(episode), rolling_out, heartbeats.holding(episode) as held:
+                with _log_context(episode), heartbeats.holding(episode) as held:
                     await self._work(client, held)
 
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:
@@ -460,15 +438,6 @@ def summary_line(statistics: RunStatistics, ended_per_minute: float) -> str:
 def _log_context(episode: Episode) -> AbstractContextManager[None]:
     name, attempt, client = episode.episode_uuid, episode.attempt, episode.client_uuid
     return about(run=episode.run, episode=name, attempt=attempt, client=client)
-
-
-def _resident_bytes() -> int:
-    try:
-        pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        # Not every system reports it.
-        return 0
-    return int(pages) * resource.getpagesize()
 
 
 def _raise_first(slots: list[asyncio.Task[None]]) -> None:

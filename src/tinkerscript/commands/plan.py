@@ -75,7 +75,6 @@ def _processes(config: RunConfig) -> list[str]:
             *([f"{room.cpus:g} CPU{gpus}{' each' if more else ''}"] if room.cpus else []),
             *(["with the trainer"] if first.on_trainer_machine and first.name != TRAINER_PROCESS else []),
             *([f"after the {' and the '.join(first.after)}"] if first.after else []),
-            *(["while episodes wait"] if first.on_demand else []),
             *([f"restarted at most {first.restarts} times"] if first.restarts else []),
             *([f"gets {', '.join(first.secrets)} if set"] if first.secrets else []),
         ]
@@ -93,7 +92,7 @@ def _alike(process: PlannedProcess) -> tuple[object, ...]:
     # Processes that differ only in number are shown once.
     kind = process.name.rpartition(" ")[0] or process.name
     environment = tuple((key, value) for key, value in process.environment.items() if key != "RANK")
-    return kind, process.command, environment, process.on_demand
+    return kind, process.command, environment
 
 
 def _quoted(word: str) -> str:
@@ -206,6 +205,7 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
     from tinkerscript.engine.context import exact_context
     from tinkerscript.engine.decoder import logits_rows
     from tinkerscript.engine.memory import Workload, peak_memory
+    from tinkerscript.engine.routing import most_token_bytes
     from tinkerscript.engine.training import tokens_of_microbatch
     from tinkerscript.engine.weights import LoraSettings
 
@@ -226,6 +226,7 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
         rows=min(engine.max_batch, at_once) if samples else 0,
         prompt=min(prompt, length),
         length=length,
+        choices=most_token_bytes(model) if engine.routing_replay else 0,
     )
     settings = LoraSettings(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
     return peak_memory(model, settings, _dtype(engine), work), work

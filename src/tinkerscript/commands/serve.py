@@ -69,12 +69,12 @@ def served_config(folder: Path, host: str, port: Port) -> RunConfig:
 
 @asynccontextmanager
 async def served_checkpoint(
-    checkpoint: str, host: str, port: Port, note: Callable[[str], None], *, max_restarts: int = MAX_RESTARTS
+    checkpoint: str, host: str, port: Port, note: Callable[[str], None]
 ) -> AsyncGenerator[Served]:
     """Run a model's server and engine as supervised children.
 
-    The block starts once they answer. Port 0 takes a free port. `max_restarts` applies to each child. Raises
-    ConfigError for a folder without a model, or a port in use.
+    The block starts once they answer. Port 0 takes a free port. Raises ConfigError for a folder without a
+    model, or a port in use.
     """
     folder = model_folder(checkpoint, weights=True, note=note)
     config = served_config(folder, host, port)
@@ -82,8 +82,8 @@ async def served_checkpoint(
         run_dir = Path(name)
         (run_dir / "logs").mkdir()
         (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-        async with Supervisor(max_restarts=max_restarts, note=note) as supervisor:
-            server = server_process(run_dir, max_restarts=max_restarts, serve_model=True).child(run_dir)
+        async with Supervisor(max_restarts=MAX_RESTARTS, note=note) as supervisor:
+            server = server_process(run_dir, serve_model=True).child(run_dir)
             await supervisor.start(server)
             address = await server_address(run_dir, server, supervisor)
             await supervisor.start(engine_child(folder, address, run_dir))
@@ -109,11 +109,9 @@ async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> N
         await asyncio.gather(watch, return_exceptions=True)
 
 
-async def serve_checkpoint(
-    checkpoint: str, host: str, port: Port, console: Console, *, max_restarts: int = MAX_RESTARTS
-) -> int:
+async def serve_checkpoint(checkpoint: str, host: str, port: Port, console: Console) -> int:
     """Serve until cancelled. Raises ConfigError."""
-    async with served_checkpoint(checkpoint, host, port, console.print, max_restarts=max_restarts) as served:
+    async with served_checkpoint(checkpoint, host, port, console.print) as served:
         open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
         key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"
         text = f"serving {served.name!r} at {served.address.url}/v1 ({key})"

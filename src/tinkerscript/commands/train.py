@@ -9,30 +9,22 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import shlex
 import shutil
-import threading
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
 
-import httpx
-import pydantic
 from rich.console import Console
 
-from tinkerscript.access_tokens import ADMIN_TOKEN, Roles, read_token
+from tinkerscript.access_tokens import Roles
 from tinkerscript.addresses import bind_http
-from tinkerscript.asgi import is_loopback
 from tinkerscript.commands.plan import check_fits
 from tinkerscript.commands.show import health_lines, say
 from tinkerscript.config import RUNS, RunConfig, load_config
 from tinkerscript.dashboard.progress import ProgressReporter
-from tinkerscript.dashboard.run_table import WorkersNow
 from tinkerscript.dashboard.terminal import (
     LineReporter,
     TableReporter,
@@ -48,7 +40,6 @@ from tinkerscript.ledger.health import BestScore, HealthRow, best_score, health_
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.lifecycle import hold_lock, without_garbage_collection
 from tinkerscript.model_folder import pinned_model, same_model
-from tinkerscript.protocol import FleetResponse
 from tinkerscript.remote_folder import Uploads, is_url, name_of, resumable_folder
 from tinkerscript.train.identity import check_unused, check_whole, holds_run
 from tinkerscript.train.run_folder import steps_finished
@@ -98,8 +89,9 @@ async def train_command(
     again = shlex.join(["tinkerscript", *begin, str(folder)])
     try:
         joins = join is not None
-        with shown_progress(console) as progress, _watching(progress, opens=opens) as watchers:
-            await _train(config, folder, progress, watchers, is_new=fresh, join=joins, again=again)
+        with shown_progress(console) as progress:
+            on_page = _page_shower(progress, opens=opens)
+            await _train(config, folder, progress, on_page, is_new=fresh, join=joins, again=again)
     except Exception as error:
         is_full = is_disk_full(error)
         if holds_run(folder) and (is_full or isinstance(error, TinkerScriptError)):
@@ -134,7 +126,7 @@ async def _train(
     config: RunConfig,
     folder: Path,
     progress: ProgressReporter,
-    watchers: _Watchers,
+    on_page: Callable[[str], None],
     *,
     is_new: bool,
     join: bool,
@@ -142,7 +134,7 @@ async def _train(
 ) -> None:
     """Train a run. `again` is the command that resumes it."""
     with progress.waiting("torch, transformers and Inspect to load"):
-        train = _import_training(config, join, watchers)
+        train = _import_training(config, join, on_page)
         check_fits(config, folder, progress.note)
     running = asyncio.create_task(train(progress, None if is_new else folder))
     try:
@@ -154,30 +146,14 @@ async def _train(
             await running
 
 
-class _Watchers(NamedTuple):
-    page: Callable[[str], None]
-    server: Callable[[str], None]
-
-
-@contextmanager
-def _watching(progress: LineReporter | TableReporter, *, opens: bool) -> Generator[_Watchers]:
-    poll = FleetPoll(progress.workers) if isinstance(progress, TableReporter) else None
-
-    def page(url: str) -> None:
+def _page_shower(progress: LineReporter | TableReporter, *, opens: bool) -> Callable[[str], None]:
+    def show(url: str) -> None:
         if isinstance(progress, TableReporter):
             progress.page(url)
         if opens:
             open_in_browser(url, progress.note)
 
-    def server(url: str) -> None:
-        if poll is not None:
-            poll.start(url)
-
-    try:
-        yield _Watchers(page, server)
-    finally:
-        if poll is not None:
-            poll.stop()
+    return show
 
 
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
@@ -258,18 +234,16 @@ def _joining(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-def _import_training(config: RunConfig, join: bool, watchers: _Watchers) -> Train:
+def _import_training(config: RunConfig, join: bool, on_page: Callable[[str], None]) -> Train:
     if config.method == "sft":
         with without_garbage_collection():
             from tinkerscript.train.sft import run_sft
 
-        return lambda progress, path: run_sft(config, progress, path=path, on_page=watchers.page)
+        return lambda progress, path: run_sft(config, progress, path=path, on_page=on_page)
     with without_garbage_collection():
         from tinkerscript.train.run import run_training
 
-    return lambda progress, path: run_training(
-        config, progress, path=path, join=join, on_page=watchers.page, on_server=watchers.server
-    )
+    return lambda progress, path: run_training(config, progress, path=path, join=join, on_page=on_page)
 
 
 def _finished(config: RunConfig, folder: Path) -> str:
@@ -359,77 +333,3 @@ def _report_sft(console: Console, folder: Path) -> None:
 
 def _print(console: Console, text: str) -> None:
     print_wrapped(console, text)
-
-
-POLL_EVERY_S = 2.0
-POLL_TIMEOUT_S = 2.0
-NAMED = 4  # Clients to name, busiest first.
-
-
-CLIENT_ID = re.compile(r"[0-9a-f]{32}")
-
-LOCAL_WORKER = re.compile(r"worker-[0-9a-f]{8}-(\d+)-\d+")
-"""Matches a trainer's worker: its number and its count of earlier starts."""
-
-
-class FleetPoll:
-    """Polls a server's clients in a thread, for the terminal's table.
-
-    It only observes, and keeps trying.
-    """
-
-    def __init__(self, report: Callable[[WorkersNow | None], None]) -> None:
-        self._report = report
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, url: str) -> None:
-        self._thread = threading.Thread(target=self._run, args=(url,), name="fleet", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self, url: str) -> None:
-        token = read_token(os.environ, ADMIN_TOKEN)
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        verify = needs_certificate(url)
-        with httpx.Client(timeout=POLL_TIMEOUT_S, headers=headers, verify=verify, trust_env=False) as client:
-            while not self._stopping.wait(POLL_EVERY_S):
-                self._report(_workers(client, url))
-
-
-def needs_certificate(url: str) -> bool:
-    """Return whether a server must prove its identity.
-
-    A local one need not: its certificate names the public address.
-    """
-    return not is_loopback(urlsplit(url).hostname or "")
-
-
-def client_name(client_uuid: str) -> str:
-    """Return the number of the run's own worker, or a short uuid."""
-    if found := LOCAL_WORKER.fullmatch(client_uuid):
-        return f"worker {found[1]}"
-    return f"client {client_uuid[:8]}" if CLIENT_ID.fullmatch(client_uuid) else client_uuid
-
-
-def _workers(client: httpx.Client, url: str) -> WorkersNow | None:
-    try:
-        reply = client.get(f"{url}/fleet")
-        reply.raise_for_status()
-        fleet = FleetResponse.model_validate_json(reply.content)
-    except (httpx.HTTPError, pydantic.ValidationError):
-        return None
-    holding = [each for each in fleet.clients if each.claims]
-    named = sorted(holding[:NAMED], key=lambda client: client.client_uuid)
-    return WorkersNow(
-        claims={client_name(each.client_uuid): each.claims for each in named},
-        clients=fleet.totals.clients,
-        claimed=fleet.totals.claims,
-        waiting=sum(counts.registered for counts in fleet.episodes.values()),
-        idle=fleet.waiting_clients,
-        quarantined=fleet.totals.quarantined,
-    )

@@ -21,28 +21,26 @@ class LoraConfig(Section):
     """Scale of the adapter, whose output is multiplied by `alpha / rank`. A service always uses 32."""
 
     targets: list[str] = Field(default_factory=lambda: ["attn", "mlp", "unembed"], min_length=1)
-    """Layers that get adapters: `attn`, `mlp`, and `unembed` (the head). The embedded engine also takes
-    the last part of a linear module's name, such as `q_proj`."""
+    """Layers that get adapters: `attn`, `mlp`, and `unembed` (the head). The embedded engine also takes the
+    last part of a linear module's name, such as `q_proj`."""
 
 
 class EngineConfig(Section):
     backend: str = "embedded"
-    """`embedded`: the engine in the trainer's process. `tinker`: a service that speaks Tinker's protocol,
-    such as Tinker itself or `tinkerscript engine --port`. Its API key comes from the environment
-    variable TINKER_API_KEY."""
+    """`embedded`: the engine in the trainer's process. `tinker`: a service that speaks Tinker's protocol
+    (docs/tinker.md), with its key in TINKER_API_KEY."""
 
     model: str = "tiny"
-    """`tiny` (ships with the package), a folder in Hugging Face format, a `.gguf` file, or a Hugging Face
-    id (`Qwen/Qwen3-8B`, `Qwen/Qwen3-8B@REVISION`). An existing folder wins over an id. With `tinker`,
-    only the tokenizer, chat template and config.json are read."""
+    """`tiny` (ships with the package), a Hugging Face folder, a `.gguf` file, or a Hugging Face id
+    (`Qwen/Qwen3-8B`, `Qwen/Qwen3-8B@REVISION`). A folder wins over an id. With `tinker`, only the tokenizer,
+    chat template and config.json are read."""
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
     """A LoRA adapter to train while the model itself stays frozen."""
 
     checkpoint: str = ""
-    """Weights to start from: a checkpoint folder of an earlier run with the same backend
-    (`runs/.../checkpoints/final`), or with `tinker` a `tinker://` path. The optimizer starts fresh.
-    Empty: the model's own weights."""
+    """Weights to start from, with a fresh optimizer: a checkpoint folder of a run with the same backend
+    (`runs/.../checkpoints/final`), or with `tinker` a `tinker://` path. Empty: the model's own."""
 
     base_url: str = ""
     """URL of the `tinker` service. Empty: TINKER_BASE_URL, or else the hosted service."""
@@ -51,37 +49,39 @@ class EngineConfig(Section):
     """The model's name at the `tinker` service. Empty: the only model that it serves."""
 
     threads: int = Field(default=0, ge=0)
-    """Torch threads of the embedded engine. 0: one thread for a small model, where more are slower, and
-    otherwise every core the trainer may use. The run folder's config shows the number."""
+    """Torch threads of the embedded engine. 0: one for a small model, where more are slower, and otherwise
+    every core the trainer may use. The run folder's config shows the number."""
 
     max_batch: int = Field(default=128, ge=1)
     """Maximum number of sequences decoded together."""
 
     cache_tokens: int = Field(default=0, ge=0)
-    """How many tokens the embedded engine's key-value cache holds, for running sequences and for prefixes
-    that later calls can reuse. A call that does not fit waits. 0: as many as fit into free memory."""
+    """Tokens in the embedded engine's key-value cache, for running sequences and reusable prefixes. A call
+    that does not fit waits. 0: as many as fit into free memory (docs/engine.md#memory)."""
 
     device: str = "cpu"
     """Torch device of the embedded engine: `cpu`, `cuda`, `cuda:1`."""
 
     devices: int = Field(default=1, ge=1)
-    """Number of devices to train on (docs/devices.md): GPUs with `device: cuda`, processes with `cpu`."""
+    """Devices to train on: GPUs with `device: cuda`, processes with `cpu` (docs/devices.md)."""
 
     sharding: Literal["replicate", "shard"] = "replicate"
     """How several devices hold the weights. `replicate`: each has a full copy. `shard`: each has a part
-    (FSDP2), and the first also keeps a full copy to sample from."""
+    (FSDP2), and the first also a full copy to sample from."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Precision of the embedded engine's matrix products. `auto`: bfloat16 where the hardware supports it.
-    With bfloat16, the sampler's logprobs differ slightly from the trainer's (docs/models.md)."""
+    """Precision of the embedded engine's matrix products. `auto`: bfloat16 where the hardware supports it, in
+    which sampler and trainer differ slightly (docs/models.md)."""
 
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass of the embedded engine, to save memory. Training takes
-    about a third longer (docs/models.md)."""
+    """Recompute activations in the embedded engine's backward pass: less memory, about a third more time."""
+
+    routing_replay: bool = False
+    """Train a mixture of experts with the experts that the embedded engine chose while sampling (R3), because
+    rounding can change them (docs/models.md). Refused for models without experts."""
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Arguments for the model's chat template, such as `{enable_thinking: false}`, in every episode and
-    chat of the run."""
+    """Arguments for the chat template in every episode and chat, such as `{enable_thinking: false}`."""
 
     @field_validator("base_url")
     @classmethod
@@ -94,6 +94,10 @@ class EngineConfig(Section):
             raise ValueError(
                 f"devices: {self.devices}: only the embedded engine trains on several devices; a Tinker "
                 "service manages its own"
+            )
+        if self.routing_replay and self.backend == "tinker":
+            raise ValueError(
+                "routing_replay: only the embedded engine replays the experts that it chose; leave it out"
             )
         if self.devices > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(

@@ -21,8 +21,8 @@ class LaunchConfig(Section):
     """Number of replicas that `tinkerscript train` starts on this machine."""
 
     gpus: list[int] | Literal["any"] = Field(default_factory=list[int])
-    """GPUs to use; each replica takes the next `tensor_parallel` of the list. `any`: Ray chooses
-    (`cluster.launcher: ray`). Empty: no GPU, for vLLM's CPU build."""
+    """GPUs to use; each replica takes the next `tensor_parallel`. `any`: Ray chooses (`cluster.launcher:
+    ray`). Empty: none, for vLLM's CPU build."""
 
     cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a replica."""
@@ -31,8 +31,8 @@ class LaunchConfig(Section):
     """GPUs per replica."""
 
     python: str = ""
-    """Python of an environment with both vLLM and tinkerscript installed, such as `vllm-env/bin/python`.
-    Empty: the Python that runs the trainer."""
+    """Python of an environment with vLLM and tinkerscript, such as `vllm-env/bin/python`. Empty: the
+    trainer's Python."""
 
     args: list[str] = Field(default_factory=list[str])
     """More arguments for the vLLM server, such as `--gpu-memory-utilization=0.5`."""
@@ -43,9 +43,9 @@ class LaunchConfig(Section):
 
 class InferenceConfig(Section):
     backend: Literal["trainer", "vllm"] = "trainer"
-    """`trainer`: the engine that trains also samples. `vllm`: vLLM replicas, which receive the weights of
-    each step (`launch` or `replicas`, docs/vllm.md), or with `tinkerscript serve` your own server
-    (`base_url`, docs/samplers.md), whose tokenizer and config are in the folder `engine.model`."""
+    """`trainer`: the engine that trains also samples. `vllm`: vLLM replicas that get each step's weights
+    (`launch` or `replicas`, docs/vllm.md), or with `tinkerscript serve` your own server (`base_url`,
+    docs/samplers.md), with the tokenizer of `engine.model`."""
 
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     """vLLM replicas that the run starts."""
@@ -54,18 +54,17 @@ class InferenceConfig(Section):
     """URLs of vLLM replicas that already run."""
 
     on_publish: Literal["move", "finish", "continue"] = "move"
-    """What running episodes do when new weights are published. `move`: a model call finishes with the
-    weights it started with, and the next call uses the new ones. `continue`: even a running call
-    switches to the new weights at its next token. `finish` (replicas only): an episode keeps its
-    weights as long as they may train (`training.max_policy_lag`)."""
+    """How running episodes use new weights. `move`: from the next model call on. `continue`: from the next
+    token on, also within a call. `finish` (replicas only): not while their own weights may train
+    (`training.max_policy_lag`)."""
 
     sleep: bool = False
-    """Let replicas release their GPU memory while the trainer trains on the same GPU (vLLM's sleep mode,
-    which needs its development mode). Model calls wait meanwhile."""
+    """Let replicas release their GPU memory while the trainer trains on the same GPU (docs/vllm.md). Model
+    calls wait meanwhile."""
 
     max_loras: int = Field(default=4, ge=2)
-    """Adapters that a replica holds at once: the newest, the next, and older ones that episodes still use.
-    Room to spare lets evaluations overlap with later steps."""
+    """Adapters that a replica holds at once: the newest, the next, and older ones in use. Room to spare lets
+    evaluations overlap with later steps."""
 
     base_url: str = ""
     """URL of your vLLM server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
@@ -123,19 +122,18 @@ RESERVED_ROLES = ("policy", "side")
 
 class RoleConfig(Section):
     kind: Literal["frozen", "outside", "trained"]
-    """`frozen`: another model whose weights never change. `outside`: an OpenAI-compatible server, such as
-    a judge; only the interchange server sees its key. `trained`: a second policy, such as an opponent,
-    which trains in the same run with its own optimizer, rewards and checkpoints."""
+    """`frozen`: a model that does not train. `outside`: an OpenAI-compatible server, such as a judge.
+    `trained`: a second policy, such as an opponent, with its own optimizer, rewards and checkpoints."""
 
     model: str = ""
-    """Weights of the role: a folder, a Hugging Face id, or a checkpoint for `frozen`, and a checkpoint for
-    `trained`; with `engine.backend: tinker` also a `tinker://` path or a model of the service. Empty:
-    the weights that the run starts from. With `base_url`, the model's name at that server; only
-    `frozen` may leave it empty, for the only model served."""
+    """Weights of the role: a folder, a Hugging Face id (both `frozen`), or a checkpoint; with
+    `engine.backend: tinker` also a `tinker://` path or a model of the service. Empty: the weights that the
+    run starts from. With `base_url`, the model's name at that server; only `frozen` may leave it empty, for
+    the only model served."""
 
     base_url: str = ""
-    """URL of a server, with or without `/v1`. `outside` requires it. For `frozen`: a vLLM server whose
-    model has the policy's tokenizer; empty: the run's engine holds the model."""
+    """URL of a server, with or without `/v1`. Required for `outside`. For `frozen`: a vLLM server with the
+    policy's tokenizer; empty: the run's engine holds the model."""
 
     api_key_env: str = ""
     """Environment variable with the server's API key. Empty: no key."""

@@ -34,22 +34,22 @@ RUNS = Path("runs")
 
 class TaskConfig(Section):
     name: str = ""
-    """An Inspect task (`file.py@name`, or a registered name such as `inspect_evals/gsm8k`), an environment
-    of another kind (`KIND:NAME`, docs/environments.md), or a class of your own (`file.py:NAME`)."""
+    """An Inspect task (`file.py@name`, or a registered name such as `inspect_evals/gsm8k`), an environment of
+    another kind (`KIND:NAME`, docs/environments.md), or a class of your own (`file.py:NAME`)."""
 
     train_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Task arguments that select the training samples."""
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the evaluation samples. Use another split than `train_args`, or the
-    evaluation measures samples that were trained on."""
+    """Task arguments that select the evaluation samples. They should differ from `train_args`, or the score
+    is not held out."""
 
     sandbox_type: str = ""
-    """Sandbox to use instead of the task's own: `docker`, `bubblewrap` (docs/agents.md), `local` (no
-    isolation: the model's code runs on the worker's machine), or that of another Inspect extension."""
+    """Sandbox in place of the task's own: `docker`, `bubblewrap` (docs/agents.md), `local` (no isolation: the
+    model's code runs on the worker's machine), or another Inspect provider's."""
 
     sandbox_config: str = ""
-    """Config file of that sandbox, such as a compose file."""
+    """Config file of the sandbox, such as a compose file."""
 
     @model_validator(mode="after")
     def _config_is_of_a_sandbox(self) -> TaskConfig:
@@ -79,35 +79,29 @@ class EvaluationConfig(Section):
     """Episodes of an evaluation during training."""
 
     attempts: int = Field(default=1, ge=1)
-    """Episodes per evaluation sample. With k attempts, the score is avg@k and the metrics include pass@k
+    """Episodes per evaluation sample. With k, the score is avg@k and the metrics include pass@k
     (docs/training.md#pass-at-k)."""
 
     share: float = Field(default=0.05, gt=0, le=1)
-    """Share of the run's episodes that evaluations may use while steps train, counted both among running
-    episodes (one is always allowed) and in total. The rest of an evaluation runs after the last step
-    (docs/training.md)."""
+    """Share of the run's episodes that evaluations may use while steps train, among running episodes (one is
+    always allowed) and in total. The rest runs after the last step (docs/training.md)."""
 
 
 class MetricsConfig(Section):
     loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Where metrics go besides `metrics.jsonl`. Each logger needs its extra, such as `pip install
+    """Where metrics go besides `metrics.jsonl`. Each needs its extra, such as `pip install
     'tinkerscript[tensorboard]'`. TensorBoard's files are in the run folder."""
 
     project: str = "tinkerscript"
     """Project name at W&B and Trackio. The run has its folder's name there."""
 
     extra: list[str] = Field(default_factory=list[str])
-    """Functions that compute your own metrics of a step, as `module:name` or `file.py:name`
-    (docs/extending.md)."""
+    """Functions that compute metrics of a step, as `module:name` or `file.py:name` (docs/extending.md)."""
 
 
 class WorkersConfig(Section):
     count: int = Field(default=2, ge=0)
     """Worker processes that `tinkerscript train` starts. 0: none, if you start them yourself."""
-
-    max_count: int = Field(default=0, ge=0)
-    """Maximum number of workers. Above `count`, workers are added while episodes wait, and leave after a
-    minute without work. 0: always `count`."""
 
     cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a worker."""
@@ -116,16 +110,10 @@ class WorkersConfig(Section):
     """Episodes that a worker runs at once."""
 
     script: str = ""
-    """Script with a `rollout(episode)` function. Empty: the task's own solver and scorers run."""
+    """Script with a `rollout(episode)` function, in place of the task's solver and scorers."""
 
     allow_discard_timeout: float = Field(default=60.0, gt=0)
     """Seconds without activity after which a worker loses its claim and the episode is requeued."""
-
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> WorkersConfig:
-        if 0 < self.max_count < self.count:
-            raise ValueError(f"max_count: {self.max_count} is less than count: {self.count}")
-        return self
 
 
 class ClusterConfig(Section):
@@ -134,7 +122,7 @@ class ClusterConfig(Section):
     install 'tinkerscript[ray]'`)."""
 
     address: str = ""
-    """Address of the Ray cluster's head, such as `10.0.0.1:6379`; this machine must be one of its nodes.
+    """Address of the Ray cluster's head, such as `10.0.0.1:6379`, with this machine as one of its nodes.
     Empty: a local Ray, which ends with the run."""
 
     environment: list[str] = Field(default_factory=list[str])
@@ -144,36 +132,33 @@ class ClusterConfig(Section):
 
 class RunConfig(Section):
     experiment_dir: str = "auto"
-    """Folder of the run. `auto` creates one under `runs/`. With a URL, such as `s3://bucket/run_17`, the
-    run works in `runs/run_17` and copies finished checkpoints, rollouts, Inspect logs and the ledger to
-    the URL (docs/cluster.md, `pip install 'tinkerscript[remote]'`)."""
+    """Folder of the run. `auto` creates one under `runs/`. With a URL, such as `s3://bucket/run_17`, the run
+    works in `runs/run_17` and copies its results to the URL (docs/cluster.md, `pip install
+    'tinkerscript[remote]'`)."""
 
     enable_tinkerscript_mode: bool = True
-    """True: the server and the workers are separate processes. False: the trainer's process also runs the
-    server and one worker."""
+    """False: server and one worker run in the trainer's process, not as processes."""
 
     method: Literal["grpo", "sft"] = "grpo"
-    """`grpo`: reinforcement learning. `sft`: supervised training on chats, for example as a warm start."""
+    """`grpo`: reinforcement learning. `sft`: supervised training on chats, such as a warm start."""
 
     seed: int = 1
     """Seed for the order of samples, for sampling, and for training."""
 
     log_format: LogFormat = "text"
-    """Format of the files in the run folder's `logs`: `text`, or `json` with one object per line
-    (docs/monitoring.md)."""
+    """Format of the files in `logs`: `text`, or `json` with one object per line (docs/monitoring.md)."""
 
     page_port: Port | Literal["off"] = "auto"
     """Port of the run's page. `auto`: 10085, or a free port if that is in use. 0: a free port. `off`: no
-    page. Other machines can reach the page only if the admin token is set."""
+    page. Other machines can reach it only if the admin token is set."""
 
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
-    """What the ledger keeps for people, in addition to what training needs: transcripts, the calls of
-    failed attempts, and per-token values of `all` steps or of every N-th (`every 10`). `off`: none of
-    these."""
+    """What the ledger keeps beyond training's needs: transcripts, calls of failed attempts, and per-token
+    values of `all` steps or of every N-th (`every 10`). `off`: none of these."""
 
     recording_limit_mb: int = Field(default=20_480, ge=0)
-    """Maximum size of the ledger's calls, tokens and transcripts in MiB. Above it they are deleted for the
-    oldest episodes that can no longer train. 0: no limit."""
+    """Maximum MiB of calls, tokens and transcripts in the ledger. Above it, the oldest episodes that can no
+    longer train lose theirs. 0: no limit."""
 
     interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
     """The server that hands out episodes and answers model calls."""
@@ -191,7 +176,7 @@ class RunConfig(Section):
     """What samples the replies of model calls."""
 
     roles: dict[str, RoleConfig] = Field(default_factory=dict[str, RoleConfig])
-    """More models that an episode may call, by name, besides `policy` (docs/roles.md)."""
+    """More models that an episode may call, by name (docs/roles.md)."""
 
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Defaults for model calls."""
@@ -326,6 +311,11 @@ class RunConfig(Section):
                 "inference.on_publish: continue needs engine.backend: embedded, because a Tinker service "
                 "finishes a call with the weights it started with; leave on_publish: move"
             )
+        if self.engine.routing_replay and inference.backend != "trainer":
+            raise ValueError(
+                f"engine.routing_replay: inference.backend: {inference.backend} does not report the experts "
+                "that it chose; sample with the embedded engine (inference.backend: trainer), or leave it out"
+            )
         if not inference.has_replicas:
             return self
         if self.engine.backend != "embedded":
@@ -405,8 +395,9 @@ class RunConfig(Section):
     def slots(self) -> int:
         """Maximum number of episodes that the run's own workers hold at once. 0: it starts no workers."""
         workers = self.workers
-        number = max(workers.count, workers.max_count)
-        return workers.concurrency * (number if self.enable_tinkerscript_mode else min(number, 1))
+        return workers.concurrency * (
+            workers.count if self.enable_tinkerscript_mode else min(workers.count, 1)
+        )
 
     @property
     def live_versions(self) -> int:

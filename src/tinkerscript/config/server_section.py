@@ -23,8 +23,8 @@ class ClientConfig(Section):
     """Name of the client in errors and metrics. No two clients share one."""
 
     token_env: str = Field(min_length=1)
-    """Environment variable with the client's token. A variable with `_FILE` appended may name a file with
-    the token instead."""
+    """Environment variable with the client's token; or with `_FILE` appended, one that names a file with
+    it."""
 
     max_claims: int = Field(default=256, ge=1)
     """Maximum number of claims that the client may hold at once."""
@@ -32,26 +32,25 @@ class ClientConfig(Section):
 
 class InterchangeConfig(Section):
     interchange_method: Literal["ipc", "tcp"] = "ipc"
-    """Transport of the ZeroMQ link between trainer and server: `ipc` on one machine, `tcp` between
-    machines."""
+    """Transport of the link between trainer and server: `ipc` on one machine, `tcp` between machines."""
 
     interchange_server_host: str = "127.0.0.1"
-    """Address that the HTTP server binds. Both tokens are required if other machines can reach it: with
-    any address but loopback, with `trusted_proxies`, or with another host in `public_base_url`."""
+    """Address that the HTTP server binds. Other machines can reach it with any address but loopback, with
+    `trusted_proxies`, or with another host in `public_base_url`; then both tokens are required."""
 
     interchange_server_port: Port = "auto"
     """HTTP port. 0: a free port. `auto`: 10086, or a free port if that is in use and `public_base_url` is
     empty. The run folder's `server.json` has the URL."""
 
     link_host: str = "127.0.0.1"
-    """IP address that the link binds with `tcp`. The link is encrypted then, and the trainer needs the run
-    folder's `link_keys`."""
+    """IP address that the link binds with `tcp`, which encrypts it: the trainer needs the run folder's
+    `link_keys`."""
 
     link_port: int = Field(default=0, ge=0, le=65535)
     """Port of the link with `tcp`. 0: a free port."""
 
     public_base_url: str = ""
-    """URL for clients, if they cannot use host and port, for example behind a proxy."""
+    """URL for clients, if host and port do not reach the server, as behind a proxy."""
 
     trusted_proxies: list[str] = Field(default_factory=list[str])
     """Addresses of proxies that may set `X-Forwarded-Proto` and `X-Forwarded-For`."""
@@ -69,15 +68,14 @@ class InterchangeConfig(Section):
     """Number of failed attempts after which an episode fails."""
 
     call_timeout_s: float = Field(default=300.0, gt=0)
-    """Maximum seconds for a model call, whether the engine or the server of a role answers it."""
+    """Maximum seconds for a model call."""
 
     max_claim_s: float = Field(default=7200.0, gt=0)
-    """Maximum lifetime of a claim in seconds, even if its client keeps renewing it."""
+    """Maximum lifetime of a claim in seconds, however often its client renews it."""
 
     processes: int = Field(default=1, ge=1, le=64)
-    """Number of processes that answer model calls. Each of several has a port and serves a share of the
-    claims (`http://SERVER:10088/g/2/v1`); the server itself then only manages episodes
-    (docs/cluster.md)."""
+    """Processes that answer model calls. Above 1, each has a port and a share of the claims, and the server
+    only manages episodes (docs/cluster.md)."""
 
     store: str = "sqlite"
     """Where the run's ledger is: `sqlite` (in the run folder), `sqlite:///PATH`, or
@@ -85,11 +83,11 @@ class InterchangeConfig(Section):
 
     durability: Literal["normal", "full"] = "normal"
     """`normal`: a commit survives a killed process. `full`: it also survives a power failure, for one disk
-    sync per commit. PostgreSQL has its own setting; `full` refuses to run if `fsync` is off there."""
+    sync per commit. With PostgreSQL, `full` refuses to run if `fsync` is off there."""
 
     max_reward: float = Field(default=MAX_REWARD, gt=0, le=MAX_REWARD)
-    """Maximum magnitude of a reward; a larger one is refused. If you do not trust your clients, set it to
-    what the task's scorer can give: a single huge reward decides the direction of a whole step."""
+    """Maximum magnitude of a reward; a larger one is refused. With untrusted clients, set it to the scorer's
+    maximum: a single huge reward decides the direction of a whole step."""
 
     max_tokens_per_claim: int = Field(default=4_000_000, ge=1)
     """Maximum number of tokens that a claim may sample."""

@@ -24,13 +24,12 @@ Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
-    """Temperature for requests that set none. Tokens train at the temperature they were sampled at; tokens
-    sampled at 0 do not train."""
+    """Temperature for requests that set none. Tokens sampled at 0 do not train
+    (docs/training.md#temperature)."""
 
     precedence: Literal["program", "run"] = "program"
-    """Which temperature wins if both are set: that of the `program` (the request or the Inspect task), or
-    that of the `run`. `run` also ignores top-p, top-k, min-p and repetition penalty of programs, but
-    not their `max_tokens`."""
+    """Which temperature wins: that of the `program` (request or Inspect task), or that of the `run`, which
+    also turns off top-p, top-k, min-p and repetition penalty of programs, but not their `max_tokens`."""
 
     max_tokens: int = Field(default=0, ge=0)
     """Maximum tokens of a reply for requests that set no limit. 0: 64 for a small model, otherwise 512 or
@@ -53,13 +52,13 @@ class RolloutCorrectionConfig(Section):
     """Weight min(w, `tis`) per token (truncated importance sampling). 2 is usual."""
 
     sequence_tis: float | None = Field(default=None, gt=0)
-    """The same for a whole sequence, where w is the product over its trained tokens."""
+    """The same per sequence, with the product of w over its trained tokens."""
 
     mis: float | None = Field(default=None, gt=0)
     """Weight w per token; tokens with w above `mis` carry no loss."""
 
     sequence_mis: float | None = Field(default=None, gt=0)
-    """The same for a whole sequence, where w is the product over its trained tokens."""
+    """The same per sequence, with the product of w over its trained tokens."""
 
     icepop: Bounds | None = None
     """Weight w per token; tokens with w outside [low, high] carry no loss. Its paper uses [0.5, 5]."""
@@ -78,12 +77,12 @@ class RolloutCorrectionConfig(Section):
     """Sequences carry no loss if any token's w is outside [low, high], such as [1e-4, 100]."""
 
     off_policy_mask: float = Field(default=0.0, ge=0)
-    """DeepSeek-V3.2's off-policy mask: tokens with a negative advantage carry no loss if log p(sampler) -
-    log p(policy), averaged over their sequence, exceeds this. 0: off."""
+    """DeepSeek-V3.2's mask: tokens with a negative advantage carry no loss if log p(sampler) - log p(policy),
+    averaged over their sequence, exceeds this. 0: off."""
 
     bypass: bool = False
-    """Use the sampler's log probabilities as the trainer's, which saves a forward pass. Sampler and
-    trainer are then not compared before the weights change (docs/training.md)."""
+    """Take the sampler's logprobs as the trainer's, which saves a forward pass and the comparison before the
+    weights change (docs/training.md)."""
 
     @field_validator(*CORRECTION_MASKS, "icepop")
     @classmethod
@@ -115,11 +114,11 @@ class RolloutCorrectionConfig(Section):
 
 class DistillationConfig(Section):
     teacher: str = ""
-    """Name of the role (`kind: frozen`) that scores every sampled token. Empty: no teacher."""
+    """Role (`kind: frozen`) that scores every sampled token. Empty: no teacher."""
 
     reward_coef: float = Field(default=0.0, ge=0)
-    """Weight of the task's reward, where the teacher's divergence weighs 1. 0: only the teacher counts,
-    and a group may have one episode."""
+    """Weight of the task's reward, relative to the teacher's divergence. 0: only the teacher counts, and a
+    group may have one episode."""
 
     @property
     def is_pure(self) -> bool:
@@ -129,10 +128,9 @@ class DistillationConfig(Section):
 
 class CreditConfig(Section):
     level: Literal["episode", "turn", "state"] = "turn"
-    """How the tokens of a call get their advantage if programs reward single calls (docs/rewards.md).
-    `episode`: that of the whole episode. `turn`: the call's return, compared with the group's other
-    episodes at the same turn. `state`: the call's return, compared with the group's calls that saw the
-    same observation, plus the episode's advantage (GiGPO)."""
+    """Advantage of the tokens of a call if programs reward single calls: the episode's, or its return
+    compared with the group's other episodes at the same turn (`turn`), or with the group's calls that saw the
+    same observation, plus the episode's (`state`, GiGPO)."""
 
     discount: float = Field(default=1.0, gt=0, le=1)
     """Factor by which a reward counts less for each call further back."""
@@ -149,11 +147,10 @@ class CreditConfig(Section):
 class JudgeConfig(Section):
     function: str = ""
     """Function that sees all episodes of a complete group and returns their rewards, as `module:name` or
-    `file.py:name` (docs/rewards.md). Empty: none."""
+    `file.py:name`. Empty: none."""
 
     role: str = ""
-    """Role (`kind: outside` or `frozen`) that ranks the episodes of a group instead of a function, which
-    needs no labels. Empty: none."""
+    """Role (`kind: outside` or `frozen`) that ranks the episodes of a group, without labels. Empty: none."""
 
     rubric: str = ""
     """What the role should judge by."""
@@ -173,9 +170,8 @@ class JudgeConfig(Section):
 
 class CurriculumConfig(Section):
     by: Literal["none", "pass_rate"] = "none"
-    """`none`: each pass over the data asks every sample once. `pass_rate`: skip samples that the run's
-    episodes nearly always or nearly never solve, and prefer those in between
-    (docs/training.md#a-curriculum)."""
+    """`none`: each pass over the data asks every sample once. `pass_rate`: skip samples that are nearly
+    always or never solved, and prefer those in between (docs/training.md#a-curriculum)."""
 
     pass_reward: float = 1.0
     """Minimum reward that counts as solved, for episodes that report no `is_success`."""
@@ -183,11 +179,11 @@ class CurriculumConfig(Section):
 
 class TrainingConfig(Section):
     recipe: RecipeName = ""
-    """A published algorithm, which sets the keys that its paper sets (docs/recipes.md). Keys that you give
-    win; `train --plan` prints the result."""
+    """A published algorithm, which sets its paper's keys (docs/recipes.md). Keys that you give win; `train
+    --plan` prints the result."""
 
     steps: int = Field(default=100, ge=0)
-    """Training steps. Each trains on one batch of groups and publishes one policy version."""
+    """Training steps, each on one batch of groups. Each publishes one policy version."""
 
     groups_per_step: int = Field(default=32, ge=1)
     """Groups per step, each of another sample."""
@@ -196,29 +192,28 @@ class TrainingConfig(Section):
     """Episodes per group. 1 is possible only for distillation without the task's reward."""
 
     batch_rule: Literal["groups", "differing_groups"] = "groups"
-    """When a batch is complete: with enough complete `groups`, or with enough groups whose rewards differ
-    (`differing_groups`). Groups without a difference are replaced, up to three times `groups_per_step`."""
+    """When a batch is complete: with enough complete `groups`, or with enough groups that have different
+    rewards (`differing_groups`); the others are replaced, up to three times `groups_per_step`."""
 
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     """Which samples are asked, and how often."""
 
     extra_groups: int = Field(default=0, ge=0)
-    """Groups to run in addition to those needed, so that stragglers do not delay a step. As many are
-    cancelled in the last step that could train them, which is every step at `max_policy_lag: 0`."""
+    """Groups to run beyond those needed, so that stragglers do not delay a step. As many are cancelled in the
+    last step that could train them, which is every step at `max_policy_lag: 0`."""
 
     max_policy_lag: int | None = Field(default=None, ge=0)
-    """Maximum training steps between the weights that sampled an episode and those it trains. 0: sample a
-    step's groups, then train on them. Above 0, sampling overlaps with training (docs/training.md).
-    null: 0, or 1 if clients register their own samples."""
+    """Maximum training steps between the weights that sampled an episode and those that it trains. Above 0,
+    sampling overlaps with training (docs/training.md). null: 0, or 1 if clients register their own
+    samples."""
 
     on_stale: Literal["wait", "drop"] = "wait"
-    """What to do when a running group would become too old. `wait`: delay the step until it ends. `drop`:
-    train without it; its old episodes carry no loss, but their rewards still count in the group's
-    baseline."""
+    """When a running group would become too old: delay the step until it ends (`wait`), or train without its
+    old episodes, which carry no loss but count in the group's baseline (`drop`)."""
 
     replay_uses: int = Field(default=1, ge=1)
-    """Steps that an episode may train in. With n above 1, n - 1 times `groups_per_step` groups of earlier
-    steps join each step, up to n - 1 steps old even if `max_policy_lag` is less. 1: no replay."""
+    """Steps that an episode may train in. n above 1 adds n - 1 times `groups_per_step` groups of earlier
+    steps to each step, up to n - 1 steps old even if `max_policy_lag` is less."""
 
     checkpoint_every: int = Field(default=5, ge=0)
     """Steps between checkpoints, from which `train --resume` continues. 0: only after the last step."""
@@ -227,53 +222,50 @@ class TrainingConfig(Section):
     """Checkpoints to keep in addition to the final one and that of the best evaluation."""
 
     inspect_log_every: int = Field(default=5, ge=0)
-    """Write the episodes of every n-th step, and of all evaluations, as Inspect logs to `inspect/` in the
-    run folder (`inspect view --log-dir`). 0: never."""
+    """Write the episodes of every n-th step, and of all evaluations, as Inspect logs to the run folder's
+    `inspect/`. 0: never."""
 
     on_misalignment: Literal["stop", "warn"] = "stop"
-    """What to do if the sampler's logprobs do not match the trainer's at policy lag 0. `stop`: end the run
-    before the weights change; it can be resumed. `warn`: train without the sequences known to be wrong."""
+    """If the sampler's logprobs do not match the trainer's at policy lag 0: end the run before the weights
+    change, to be resumed (`stop`), or train without the sequences known to be wrong (`warn`)."""
 
     constrained_tokens: Literal["mask", "train", "refuse"] = "mask"
-    """What to do with tokens that a grammar forced or restricted (`response_format`, required tools).
-    `mask`: they carry no loss. `train`: they train like freely chosen tokens. `refuse`: their sequence
-    does not train."""
+    """Tokens that a grammar forced or restricted (`response_format`, required tools) carry no loss (`mask`),
+    train like others (`train`), or exclude their sequence (`refuse`)."""
 
     max_mean_dlogp: float = Field(default=0.1, gt=0)
-    """Mean difference between the trainer's and the sampler's logprobs at policy lag 0 above which a step
-    is misaligned. Above half of it, a warning is counted."""
+    """Mean difference between the trainer's and the sampler's logprobs at policy lag 0 above which a step is
+    misaligned. Half of it counts a warning."""
 
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per pass over a batch. The batch is split evenly, however few sequences it has."""
+    """Optimizer steps per pass over a batch, which is split evenly, however few sequences it has."""
 
     minibatch_size: int = Field(default=0, ge=0)
-    """Minimum sequences per optimizer step: a pass has as many steps as that allows, and at least one. 0:
+    """Minimum sequences per optimizer step: a pass has as many steps as that allows, at least one. 0:
     `minibatches` decides."""
 
     epochs_per_batch: int = Field(default=1, ge=1)
-    """Passes over a batch. Each is reshuffled and split into minibatches."""
+    """Passes over a batch, each reshuffled."""
 
     advantage_baseline: Literal["group_mean", "leave_one_out", "none"] = "group_mean"
-    """What is subtracted from an episode's reward: the mean of its group (`group_mean`), the mean of the
-    group's other episodes (`leave_one_out`, as in RLOO), or nothing (`none`, as in REINFORCE++; needs
-    `advantage_scale: batch_deviation`)."""
+    """What is subtracted from an episode's reward: the mean of its group, the mean of the group's other
+    episodes (`leave_one_out`), or nothing (`none`; needs `advantage_scale: batch_deviation`)."""
 
     advantage_scale: Literal["none", "group_deviation", "group_mean", "batch_deviation"] = "none"
-    """What the difference is divided by: nothing (`none`), the standard deviation of the group's rewards
-    (`group_deviation`, as in GRPO), their mean (`group_mean`, as in MaxRL), or the standard deviation
-    over all tokens of the step, after subtracting the mean (`batch_deviation`, as in REINFORCE++)."""
+    """What the difference is divided by: nothing, the group's standard deviation or mean, or the standard
+    deviation over all tokens of the step (docs/training.md#advantages)."""
 
     pass_k: int = Field(default=1, ge=1)
-    """Pass@k training: an episode's reward becomes the mean, over all sets of this many episodes of its
-    group that include it, of the best reward in the set. 1: off."""
+    """Pass@k training: an episode's reward becomes the mean, over all sets of k episodes of its group that
+    include it, of the best reward in the set. 1: off."""
 
     reward_weights: dict[str, float] = Field(default_factory=dict[str, float])
-    """Scores to use instead of the reward, by name, with their weights (GDPO). Each score's advantage is
-    divided by its deviation in the group before they are added up."""
+    """Scores to use in place of the reward, by name, with their weights (GDPO). Each score's advantage is
+    divided by its deviation in the group before they are added."""
 
     mask_truncated: bool = False
-    """Overlong filtering: sequences whose last reply hit the token limit carry no loss, but their rewards
-    still count in the group's baseline."""
+    """Overlong filtering: sequences that end at the token limit carry no loss, but their rewards count in the
+    group's baseline."""
 
     overlong_buffer: float = Field(default=0.0, ge=0, le=1)
     """Soft overlong punishment: an episode loses up to 1 of its reward as its longest reply passes through
@@ -282,11 +274,11 @@ class TrainingConfig(Section):
     length_penalty: dict[Literal["token", "turn"], Cost] = Field(
         default_factory=dict[Literal["token", "turn"], float]
     )
-    """What the length of an episode costs it of its reward: so much for each `token` that the policy sampled,
-    and for each `turn`, one of its calls. `{turn: 0.05}`, for example."""
+    """Reward that an episode loses for each `token` that the policy sampled, and for each `turn`, one of its
+    calls: `{turn: 0.05}`."""
 
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """Share of the step's tokens that train: those where the policy's entropy is highest."""
+    """Share of the step's tokens that train: those with the highest entropy."""
 
     credit: CreditConfig = Field(default_factory=CreditConfig)
     """How rewards of single model calls are used (docs/rewards.md)."""
@@ -295,56 +287,53 @@ class TrainingConfig(Section):
     """A judge that compares all episodes of a group (docs/rewards.md)."""
 
     kl_penalty_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the start policy, subtracted from each token's reward. 0: off. To
-    add it to the loss instead, use `kl_k1`, `kl_k2`, `kl_k3` or `kl_unbiased` in `loss_config`."""
+    """Weight of the KL divergence from the start policy, subtracted from each token's reward. 0: off. To add
+    it to the loss, use `kl_k1`, `kl_k2`, `kl_k3` or `kl_unbiased` in `loss_config`."""
 
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     """Training on a teacher's scores (docs/training.md)."""
 
     loss_fn: str = "ppo"
-    """Policy-gradient loss, in Tinker's names: `ppo`, `importance_sampling`, `cispo`, `gspo`. The embedded
-    engine also has `dro`, `ppo_dual_clip`, `dppo_tv`, `dppo_kl`, `sapo`, `clip_cov`, `kl_cov`, and your
-    own as `module:name` (docs/extending.md)."""
+    """Policy-gradient loss: `ppo`, `importance_sampling`, `cispo` or `gspo`; with the embedded engine also
+    `dro`, `ppo_dual_clip`, `dppo_tv`, `dppo_kl`, `sapo`, `clip_cov`, `kl_cov`, or your own as `module:name`
+    (docs/extending.md)."""
 
     loss_config: dict[str, float] = Field(default_factory=dict[str, float])
     """Settings of the loss besides its clip thresholds, such as `{dual_clip: 3}`. The embedded engine adds
-    to every loss `entropy`, the weight of an entropy bonus, and `kl_k1`, `kl_k2`, `kl_k3`,
-    `kl_unbiased`, weights of the divergence from the start policy (docs/training.md)."""
+    the terms `entropy`, `kl_k1`, `kl_k2`, `kl_k3` and `kl_unbiased` to any loss, with these weights
+    (docs/training.md#losses)."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """The probability ratio is clipped below 1 - clip_low, by losses that clip. null: 0.2, or 3e-4 for
-    `gspo`. 1: never."""
+    """Losses that clip do so below a ratio of 1 - clip_low. null: 0.2, or 3e-4 for `gspo`. 1: never."""
 
     clip_high: float | None = Field(default=None, ge=0)
-    """The probability ratio is clipped above 1 + clip_high, by losses that clip. null: 0.2, or 4e-4 for
-    `gspo`."""
+    """Losses that clip do so above a ratio of 1 + clip_high. null: 0.2, or 4e-4 for `gspo`."""
 
     loss_mean: Literal["sequences", "tokens", "tokens_then_sequences", "episodes"] = "sequences"
-    """What the summed token losses of a minibatch are divided by: its `sequences`; its trained `tokens`
-    (DAPO); `tokens_then_sequences`, each sequence by its tokens and their sum by the sequences (GRPO's
-    paper); or `episodes`, the constant number planned for a minibatch, replayed ones included, however
-    few train."""
+    """What the summed token losses of a minibatch are divided by: its trained `sequences` or `tokens`, first
+    each sequence's tokens and then the sequences, or the planned number of `episodes`, replayed ones included
+    (docs/training.md#means-and-minibatches)."""
 
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
-    """Correction for a sampler whose probabilities differ from the trainer's, because of bfloat16, other
-    kernels, or older weights. w is the trainer's probability of a token before the update, over the
-    sampler's. Give at most one weight and any masks."""
+    """Correction for a sampler with other probabilities than the trainer's
+    (docs/training.md#a-sampler-that-is-not-the-trainer). w is the trainer's probability of a token before the
+    update, over the sampler's. Give at most one weight and any masks."""
 
     learning_rate: float = Field(default=0.0, ge=0)
-    """AdamW's learning rate after the warmup. 0: the usual rate for all weights or for an adapter
-    (docs/training.md); the run folder's config shows the number."""
+    """AdamW's learning rate after the warmup. 0: the usual rate (docs/training.md#the-learning-rate), which
+    the run folder's config shows."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Decay of the learning rate after the warmup, down to a tenth."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps until the full learning rate: step n of the warmup uses n / (warmup_steps + 1) of it."""
+    """Steps until the full learning rate: step n uses n / (warmup_steps + 1) of it."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay."""
 
     grad_clip_norm: float = Field(default=1.0, ge=0)
-    """Gradients with a larger norm are scaled down to it. 0: never."""
+    """Larger gradient norms are scaled down to it. 0: never."""
 
     @property
     def min_group(self) -> int:
@@ -455,20 +444,20 @@ class TrainingConfig(Section):
 
 class SftConfig(Section):
     data: str = ""
-    """JSONL file of chats, or the folder of a run, whose best episodes train (docs/training.md). Each line of
-    a file has `messages` in OpenAI's format (`role` and `content`, optionally `tool_calls`, `tool_call_id`,
-    `name`, `reasoning_content`) and optionally `tools`. The assistant's messages train."""
+    """JSONL file of chats, or the folder of a run, to train on its best episodes (docs/training.md). Each
+    line of a file has `messages` in OpenAI's format (`role`, `content`, optionally `tool_calls`,
+    `tool_call_id`, `name`, `reasoning_content`) and optionally `tools`. The assistant's messages train."""
 
     best: int = Field(default=1, ge=1)
-    """If `data` is a run: how many episodes of each group train, those with the highest rewards. With
+    """If `data` is a run: how many episodes of each group train, those with the highest rewards; with
     `dpo_beta`, how many pairs."""
 
     dpo_beta: float = Field(default=0.0, ge=0)
-    """DPO on pairs from the groups of a run: the best episode against the worst, the second best against the
-    second worst. The weight of the divergence from the start policy; 0.1 is usual. 0: no DPO."""
+    """DPO on pairs from the groups of a run, with this weight of the divergence from the start policy; 0.1 is
+    usual. 0: no DPO."""
 
     held_out: int = Field(default=32, ge=0)
-    """Chats, chosen by the seed, on which the loss (`nll`) is measured and which never train."""
+    """Chats, chosen by the seed, that measure the loss (`nll`) and never train."""
 
     batch_size: int = Field(default=32, ge=1)
     """Chats per step."""

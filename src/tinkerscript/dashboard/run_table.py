@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from rich.text import Text
 
-from tinkerscript.dashboard import counted, one_line
+from tinkerscript.dashboard import one_line
 from tinkerscript.dashboard.progress import rate_text, role_rewards, time_left_s
 
 STEPS_SHOWN = 5
@@ -42,16 +42,6 @@ def whole_time(seconds: float) -> str:
 def _clock_time(seconds: float) -> str:
     minutes, left = divmod(int(seconds), 60)
     return f"{minutes}:{left:02} min" if minutes < 100 else f"{minutes // 60}:{minutes % 60:02} h"
-
-
-@dataclass
-class WorkersNow:
-    claims: dict[str, int]  # Of the busiest clients.
-    clients: int
-    claimed: int
-    waiting: int  # Unclaimed episodes.
-    idle: int
-    quarantined: int
 
 
 @dataclass
@@ -128,7 +118,6 @@ class RunTable:
         """Label, finished episodes, size (0 if unknown)."""
 
         self.batch_began = began
-        self.workers: WorkersNow | None = None
         self._step = 0
         self._rows: deque[TableRow] = deque(maxlen=STEPS_SHOWN)
         self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS)
@@ -244,7 +233,6 @@ class RunTable:
             "reward": _curve(self._rewards),
             **{f"{role} ": _curve(rewards) for role, rewards in self._role_rewards.items()},
             HELD_OUT_COLUMN: self._held_out(),
-            "workers": self._worker_parts(),
             **self._problems(),
             "page": [(self.page, "")] if self.page else [],
         }
@@ -255,24 +243,6 @@ class RunTable:
             return []
         (first, score), (last, newest) = self._scores[0], self._scores[-1]
         return [(f"{score:.3f} {first}" + (f" → {newest:.3f} {last}" if last != first else ""), "")]
-
-    def _worker_parts(self) -> list[Part]:
-        workers = self.workers
-        if workers is None:
-            return []
-        parts: list[Part] = [
-            (f"{one_line(name)}: {counted(count, 'claim')}", "") for name, count in workers.claims.items()
-        ]
-        more = workers.clients - len(workers.claims)
-        counts = {
-            f"{more:,} more: {counted(workers.claimed - sum(workers.claims.values()), 'claim')}": more,
-            counted(workers.waiting, "episode waits", "episodes wait"): workers.waiting,
-            f"{workers.idle:,} idle": workers.idle,
-        }
-        parts += [(words, "") for words, number in counts.items() if number > 0]
-        if workers.quarantined:
-            parts.append((f"{workers.quarantined} in quarantine", "red"))
-        return parts or [("none", "")]
 
     def _problems(self) -> dict[str, list[Part]]:
         count = self._counts

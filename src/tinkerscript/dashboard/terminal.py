@@ -17,7 +17,7 @@ from rich.text import Text
 
 from tinkerscript.dashboard import counted, wrapped
 from tinkerscript.dashboard.progress import Phase, ProgressReporter, rate_text, role_rewards
-from tinkerscript.dashboard.run_table import RunTable, WorkersNow
+from tinkerscript.dashboard.run_table import RunTable
 
 
 @contextmanager
@@ -273,7 +273,3 @@ class TableReporter(ProgressReporter, Phase):
     def page(self, url: str) -> None:
         with self._lock:
             self._table.page = url
-
-    def workers(self, workers: WorkersNow | None) -> None:
-        with self._lock:
-            self._table.workers = workers

@@ -12,11 +12,11 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from tinkerscript.engine.kv_cache import KVCache, LayerCache, LayerState, RowGroup, RowState
+from tinkerscript.engine.kv_cache import KVCache, LayerCache, LayerState, RowGroup, RowState, joined
 from tinkerscript.engine.layer_kinds import SLIDING, LayerKinds, is_local, narrowed_windows
+from tinkerscript.engine.routing import Routing, redirected
 from tinkerscript.engine.step_graphs import StepGraphs, cuda_graph
 from tinkerscript.errors import EngineError
 
@@ -55,6 +56,8 @@ LOGITS_ENTRIES_OF_DEVICES = 2**27
 """Accelerators prefer larger products."""
 
 
+LayerT = TypeVar("LayerT", LayerState, LayerCache)
+
 FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
@@ -78,6 +81,9 @@ class Decoder(ABC):
     spread: float
     """Rows share a step if their lengths differ by at most this factor (`KVCache`)."""
 
+    routing: Routing | None = None
+    """If given, a row's state ends with a layer of the experts that its tokens chose: `keys` (L, P, k)."""
+
     @abstractmethod
     def with_adapter(self, adapter: AdapterTensors) -> Decoder:
         """A decoder of the same (shared) weights with `adapter`."""
@@ -96,7 +102,8 @@ class Decoder(ABC):
     ) -> tuple[Tensor, list[RowState]]:
         """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), and the rows' states.
 
-        With the `past` of a row of `begin` tokens, ids (1, P) continue it. The state is of the whole row.
+        With the `past` of a row of `begin` tokens, each row of ids continues it (only one row if
+        `is_recurrent`). States are of whole rows.
         """
 
     @abstractmethod
@@ -391,8 +398,8 @@ class _Places:
 
 
 def _after(past: Tensor | None, new: Tensor) -> Tensor:
-    """Concatenate a row's past (kv_heads, M, D) and (1, kv_heads, P, D)."""
-    return new if past is None else torch.cat([past[None], new], dim=2)
+    """Put a past (kv_heads, M, D) before each row of (B, kv_heads, P, D)."""
+    return new if past is None else torch.cat([past.expand(len(new), -1, -1, -1), new], dim=2)
 
 
 _Factors = tuple[Tensor, Tensor]
@@ -431,10 +438,16 @@ class HubDecoder(Decoder):
     spread = 4  # Each group is a forward pass.
 
     def __init__(
-        self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype = torch.float32,
+        *,
+        shares: bool = False,
+        routing: Routing | None = None,
     ) -> None:
-        """`shares`: use the model itself, which must be frozen and of `dtype`."""
-        self.device, self.dtype = model.device, dtype
+        """`shares`: use the model itself, which must be frozen and of `dtype`. `routing`: also keep what its
+        routers choose."""
+        self.device, self.dtype, self.routing = model.device, dtype, routing
         self._adapter: AdapterTensors | None = None
         self._tree = _Tree()
         if shares:
@@ -471,15 +484,16 @@ class HubDecoder(Decoder):
         kinds = LayerKinds.of(self._model.config)
         if past is not None and kinds.are_recurrent:
             return self._prefill_by_steps(ids, past, begin)
-        if not kinds.are_recurrent:
+        if not kinds.are_recurrent and not (past is not None and kinds.width):
             return self._prefill(ids, lengths, kinds, past, begin)
-        # A state includes all of a row's tokens, so rows are not padded.
+        # Not padded: a state includes all of a row's tokens, and a window's cache after a past keeps the last
+        # ones of the longest row.
         logits: list[Tensor] = []
         states: list[RowState] = []
         order: list[int] = []
         for length in sorted(set(lengths.tolist())):
             rows = (lengths == length).nonzero()[:, 0]
-            found, of_rows = self._prefill(ids[rows, :length], lengths[rows], kinds)
+            found, of_rows = self._prefill(ids[rows, :length], lengths[rows], kinds, past, begin)
             logits.append(found)
             states += of_rows
             order += rows.tolist()
@@ -489,23 +503,39 @@ class HubDecoder(Decoder):
     def _prefill(
         self, ids: Tensor, lengths: Tensor, kinds: LayerKinds, past: RowState | None = None, begin: int = 0
     ) -> tuple[Tensor, list[RowState]]:
-        cache = _prefill_cache(self._model.config, kinds) if past is None else _cache_after(past, begin)
-        positions = torch.arange(begin, begin + ids.shape[1], device=ids.device)[None]
-        output = backbone_output(
-            self._model,
-            input_ids=ids,
-            past_key_values=cache,
-            use_cache=True,
-            **({} if past is None else {"position_ids": positions}),
-        )
+        if past is None:
+            cache = _prefill_cache(self._model.config, kinds)
+        else:
+            cache = _cache_after(self._attended(past), begin, len(ids))
+        positions = torch.arange(begin, begin + ids.shape[1], device=ids.device).expand(ids.shape)
+        with self._recorded() as choices:
+            output = backbone_output(
+                self._model,
+                input_ids=ids,
+                past_key_values=cache,
+                use_cache=True,
+                **({} if past is None else {"position_ids": positions}),
+            )
         last = output.last_hidden_state[torch.arange(len(ids), device=ids.device), lengths - 1]
         logits = head_logits(self._model, output, last[:, None])[:, 0]
         layers: list[Any] = list(cache.layers)
-        states: list[RowState] = [
+        states = [
             [_state_of(layer, row, begin + end, kinds.window(index)) for index, layer in enumerate(layers)]
             for row, end in enumerate(lengths.tolist())
         ]
-        return logits, states
+        if self.routing is not None:
+            chosen = torch.stack(choices).to(self.routing.dtype).unflatten(1, ids.shape)  # (L, B, P, k)
+            for state, of_row, end in zip(states, chosen.unbind(1), lengths.tolist(), strict=True):
+                layer = [_choices(of_row[:, :end])]
+                state += layer if past is None else joined([past[-1:], layer])
+        return logits, list[RowState](states)
+
+    def _recorded(self) -> AbstractContextManager[list[Tensor]]:
+        return nullcontext([]) if self.routing is None else self.routing.recorded(self._model)
+
+    def _attended(self, layers: Sequence[LayerT]) -> Sequence[LayerT]:
+        """Without the experts."""
+        return layers if self.routing is None else layers[:-1]
 
     def _prefill_by_steps(self, ids: Tensor, past: RowState, begin: int) -> tuple[Tensor, list[RowState]]:
         """The library's recurrent layers take several tokens only from the start."""
@@ -533,13 +563,18 @@ class HubDecoder(Decoder):
     def _step(self, ids: Tensor, group: RowGroup[Any]) -> Tensor:
         kinds = LayerKinds.of(self._model.config)
         lengths, longest = torch.tensor(group.lengths, device=self.device), group.longest
-        output: Any = self._model(
-            input_ids=ids[:, None],
-            position_ids=lengths[:, None],
-            attention_mask=kinds.masks(partial(_step_mask, kinds, lengths, longest, self.dtype)),
-            past_key_values=_SlotCache(group, lengths, longest),
-            use_cache=True,
-        )
+        with self._recorded() as choices:
+            output: Any = self._model(
+                input_ids=ids[:, None],
+                position_ids=lengths[:, None],
+                attention_mask=kinds.masks(partial(_step_mask, kinds, lengths, longest, self.dtype)),
+                past_key_values=_SlotCache(self._attended(group.layers), lengths, longest),
+                use_cache=True,
+            )
+        if choices:
+            stored = group.layers[-1].keys
+            rows = torch.arange(len(lengths), device=self.device)
+            stored[rows, :, lengths] = torch.stack(choices, 1).to(stored.dtype)
         return output.logits[:, -1]
 
 
@@ -554,7 +589,7 @@ def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
     return cache
 
 
-def _cache_after(past: RowState, begin: int) -> DynamicCache:
+def _cache_after(past: RowState, begin: int, rows: int) -> DynamicCache:
     cache = DynamicCache()
     cache.layers = []
     for state in past:
@@ -566,7 +601,9 @@ def _cache_after(past: RowState, begin: int) -> DynamicCache:
             layer.lazy_initialization(state.keys, state.values)
             # The window includes the next token.
             first = 0 if state.window is None else max(0, state.keys.shape[1] - state.window + 1)
-            layer.keys, layer.values = state.keys[None, :, first:], state.values[None, :, first:]
+            layer.keys, layer.values = (
+                each[:, first:].expand(rows, -1, -1, -1) for each in (state.keys, state.values)
+            )
         cache.layers.append(layer)
     return cache
 
@@ -581,6 +618,11 @@ def _state_of(layer: Any, row: int, end: int, window: int | None) -> LayerState:
         tuple(each[row] for each in states if each is not None),
         window,
     )
+
+
+def _choices(ids: Tensor) -> LayerState:
+    """Chosen experts (L, P, k) as a layer without values."""
+    return LayerState(ids, ids.new_empty(0, ids.shape[1], 0))
 
 
 def _step_mask(kinds: LayerKinds, lengths: Tensor, longest: int, dtype: torch.dtype, kind: str) -> Tensor:
@@ -663,9 +705,9 @@ def _take_states(layer: LinearAttentionLayer, kept: LayerCache, rows: int) -> No
 
 
 class _SlotCache(Cache):
-    def __init__(self, group: RowGroup[Any], lengths: Tensor, longest: int) -> None:
+    def __init__(self, of_group: Sequence[LayerCache], lengths: Tensor, longest: int) -> None:
         layers: list[Any] = []
-        for kept in group.layers:
+        for kept in of_group:
             if not kept.keys.numel():
                 layers.append(_SlotState(kept, len(lengths)))
             elif kept.states:
@@ -700,16 +742,6 @@ def head_logits(model: PreTrainedModel, output: Any, hidden: Tensor) -> Tensor:
 
 def logits_rows(vocabulary: int, device: torch.device) -> int:
     return max(1, (LOGITS_ENTRIES if device.type == "cpu" else LOGITS_ENTRIES_OF_DEVICES) // vocabulary)
-
-
-@contextmanager
-def redirected(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
-    """Make a call of `module` run `forward`, between its hooks, such as FSDP's."""
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:

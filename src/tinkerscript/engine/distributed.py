@@ -41,6 +41,7 @@ from tinkerscript.engine.packing import (
     shares_prefixes,
 )
 from tinkerscript.engine.ranks import ANSWER_POLL_S, Ranks, RankSpec, is_launched, meet, receive
+from tinkerscript.engine.routing import Routing
 from tinkerscript.engine.training import AllWeights, Example, Trainer, Weights, run_to_end
 from tinkerscript.engine.weights import checkpoint_activations, load_model
 from tinkerscript.errors import EngineError
@@ -107,12 +108,12 @@ def _portion(examples: Sequence[Example], batches: list[list[TokenTree]], *, fil
     place = {index: at for at, index in enumerate(used)}
     first = examples[0]
     inputs = {name: value[:1] for name, value in first.inputs.items()}
-    filler = Example(FILLER, first.ids[:1], inputs)
+    filler = Example(FILLER, first.ids[:1], inputs, None if first.experts is None else first.experts[:1])
     return Portion(
         [*(examples[index] for index in used), filler],
         [
             *([_renumbered(tree, place) for tree in batch] for batch in batches),
-            *([chain(len(used), filler.ids)] for _ in range(fillers)),
+            *([chain(len(used), filler.ids, filler.experts)] for _ in range(fillers)),
         ],
     )
 
@@ -183,8 +184,9 @@ class RankTrainer(Trainer):
         return isinstance(self.weights, ShardedWeights)
 
     def compute(
-        self, portion: Portion, named: Named, backward: bool, entropies: bool
+        self, portion: Portion, named: Named, backward: bool, entropies: bool, routing: Routing | None
     ) -> tuple[list[np.ndarray], float]:
+        self._routing = routing
         losses_of = resolve_loss(named[0]).configured(*named)
         return run_to_end(
             self._compute(
@@ -278,11 +280,13 @@ class RankTrainer(Trainer):
 
 
 class LeadingTrainer(RankTrainer):
-    def __init__(self, ranks: Ranks, weights: Weights, *, share_prefixes: bool) -> None:
+    def __init__(
+        self, ranks: Ranks, weights: Weights, *, share_prefixes: bool, routing: Routing | None
+    ) -> None:
         spec = ranks.spec
         if spec.sharding == "shard":
             weights = ShardedWeights(load_weights(spec), spec.own_device, ranks, weights)
-        super().__init__(weights, share_prefixes=share_prefixes, compute_dtype=spec.autocast)
+        super().__init__(weights, share_prefixes=share_prefixes, compute_dtype=spec.autocast, routing=routing)
         self._ranks = ranks
         self._give({})
 
@@ -327,7 +331,7 @@ class LeadingTrainer(RankTrainer):
         )
         mine = parts[0]
         with ranks.computing():
-            ranks.tell("compute", [(part, named, backward, entropies) for part in parts[1:]])
+            ranks.tell("compute", [(part, named, backward, entropies, self._routing) for part in parts[1:]])
             own = yield from self._compute(
                 mine.examples, mine.batches, losses_of, backward=backward, entropies=entropies
             )

@@ -6,7 +6,7 @@ training continues.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,11 +23,13 @@ from tinkerscript.engine.context import (
     open_context,
     short_context,
 )
-from tinkerscript.engine.decoder import Decoder, FusedDecoder, decoder_for, own_logits
+from tinkerscript.engine.decoder import Decoder, FusedDecoder, HubDecoder, decoder_for, own_logits
 from tinkerscript.engine.image_features import ImageReader
 from tinkerscript.engine.kv_cache import PLACES, CacheBudget
 from tinkerscript.engine.memory import cache_budget, cache_bytes
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
+from tinkerscript.engine.routers import routing_of
+from tinkerscript.engine.routing import Routing
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer, Weights
 from tinkerscript.engine.weights import (
@@ -79,6 +81,7 @@ class EmbeddedEngine:
         activation_checkpointing: bool = False,
         devices: int = 1,
         sharding: Literal["replicate", "shard"] = "replicate",
+        routing_replay: bool = False,
         log_dir: Path | None = None,
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
@@ -100,6 +103,8 @@ class EmbeddedEngine:
             devices: Number of devices (GPUs with `cuda`) to train on, with one process each.
             sharding: `replicate`: every device has all weights. `shard`: each has a part, and the first one
                 also has all weights, to sample.
+            routing_replay: Record the experts that a mixture's routers choose while sampling, and choose them
+                again in training.
             log_dir: Where the other devices' processes log.
         """
         torch.set_num_threads(threads)
@@ -149,8 +154,10 @@ class EmbeddedEngine:
             self._checkpoints = activation_checkpointing
             kind = decoder_for(self._model, own, frozen=frozen)
             self.is_fused: bool = kind is FusedDecoder
+            self.routing: Routing | None = routing_of(self._model, own) if routing_replay else None
             longest = exact_context(self._model.config)
-            token = cache_bytes(self._model, self.dtype, [PLACES]) // PLACES
+            choices = 0 if self.routing is None else self.routing.token_bytes
+            token = cache_bytes(self._model, self.dtype, [PLACES], choices) // PLACES
             cache = cache_tokens * token or cache_budget(
                 self._model,
                 lora,
@@ -158,13 +165,17 @@ class EmbeddedEngine:
                 max_rows=max_batch,
                 max_context=longest,
                 checkpointing=activation_checkpointing,
+                choices=choices,
             )
-            self._make_decoder = partial(kind, dtype=self.dtype)
+            decoder: Callable[..., Decoder] = kind
+            if self.routing is not None:  # A mixture is never fused.
+                decoder = partial(HubDecoder, routing=self.routing)
+            self._make_decoder = partial(decoder, dtype=self.dtype)
             self._lora = lora
             if frozen and activation_checkpointing:
                 checkpoint_activations(self._model)
             self._images = ImageReader(self._model, folder, devices=devices)
-            self._base = _lora_base(self._model, folder, kind, lora, adapter) if frozen else None
+            self._base = _lora_base(self._model, folder, decoder, lora, adapter) if frozen else None
             if base is not None:
                 weights = self._weights_of(adapter, None)
             else:
@@ -347,15 +358,19 @@ class EmbeddedEngine:
 
     def _trainer_of(self, weights: Weights, ranks: Ranks | None = None) -> Trainer:
         if ranks is not None:
-            return _leading_trainer(ranks, weights, share_prefixes=self.shares_prefixes)
+            return _leading_trainer(ranks, weights, share_prefixes=self.shares_prefixes, routing=self.routing)
         autocast = torch.float32 if self._base else self.dtype
         return Trainer(
-            weights, share_prefixes=self.shares_prefixes, compute_dtype=autocast, images=self._images
+            weights,
+            share_prefixes=self.shares_prefixes,
+            compute_dtype=autocast,
+            routing=self.routing,
+            images=self._images,
         )
 
 
 def _lora_base(
-    model: Any, folder: Path, kind: type[Decoder], settings: LoraSettings | None, adapter: Path
+    model: Any, folder: Path, kind: Callable[..., Decoder], settings: LoraSettings | None, adapter: Path
 ) -> LoraBase:
     """Raises EngineError unless it decodes exactly with adapters."""
     from tinkerscript.engine.lora import LoraBase, settings_of  # Importing PEFT takes half a second.
@@ -365,8 +380,10 @@ def _lora_base(
     return base
 
 
-def _leading_trainer(ranks: Ranks, weights: Weights, *, share_prefixes: bool) -> Trainer:
+def _leading_trainer(
+    ranks: Ranks, weights: Weights, *, share_prefixes: bool, routing: Routing | None
+) -> Trainer:
     from tinkerscript.engine.distributed import LeadingTrainer  # Only needed with several devices.
 
     ranks.join()
-    return LeadingTrainer(ranks, weights, share_prefixes=share_prefixes)
+    return LeadingTrainer(ranks, weights, share_prefixes=share_prefixes, routing=routing)

@@ -384,6 +384,13 @@ class KVCache(Generic[Row]):
         group, index = self._place(row)
         return group.state(index, begin)
 
+    def last_layer(self, row: Row, begin: int) -> Tensor | None:
+        """View the keys of a row's last layer from position `begin` on. None: the row is not here."""
+        if row not in self.rows:
+            return None
+        group, index = self._place(row)
+        return group.layers[-1].keys[index, :, begin : group.lengths[index]]
+
     def _place(self, row: Row) -> tuple[RowGroup[Row], int]:
         return next((group, group.rows.index(row)) for group in self.groups if row in group.rows)
 

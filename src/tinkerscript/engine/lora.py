@@ -13,7 +13,7 @@ import json
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -54,11 +54,11 @@ _MLP = ("mlp", "ffn", "feed_forward")
 class LoraBase:
     """A frozen model and its adapters. Not thread-safe: the engine's thread owns it."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path, kind: type[Decoder]) -> None:
+    def __init__(self, model: PreTrainedModel, folder: Path, kind: Callable[..., Decoder]) -> None:
         self.model = model.requires_grad_(False)
         self.folder = folder
         # Needs plain modules, before the first adapter wraps them.
-        self.decoder: Decoder = kind(model, model.dtype, shares=True)  # pyright: ignore[reportCallIssue]
+        self.decoder: Decoder = kind(model, model.dtype, shares=True)
         self.plain = self.decoder.with_adapter(AdapterTensors(1.0, {}))
         self._peft: PeftModel | None = None
         self._numbers = itertools.count()

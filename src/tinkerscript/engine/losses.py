@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from tinkerscript.config import KL_LOSSES, import_name
-from tinkerscript.engine.decoder import backbone_output, head_logits, logits_rows, redirected, text_config_of
+from tinkerscript.engine.decoder import backbone_output, head_logits, logits_rows, text_config_of
+from tinkerscript.engine.routing import redirected
 from tinkerscript.errors import ConfigError, EngineError, EngineRequestError
 
 __all__ = ["LOSSES", "TERMS", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_loss", "target_logprobs"]
@@ -60,7 +61,11 @@ COVARIANT = "covariant"
 """Input: 1 for tokens with an outstanding covariance of advantage and logprob in the whole batch, else 0
 (`train.token_advantages.covariant_tokens`)."""
 
-OPTIONAL_INPUTS = frozenset({MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT})
+CHOSEN_EXPERTS = "experts"
+"""Not for losses: int64 [T, n], the bytes of the experts to choose at each token (`Routing.packed`), 8 in a
+number."""
+
+OPTIONAL_INPUTS = frozenset({MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT, CHOSEN_EXPERTS})
 
 SKIPPED_STEPS = "skipped_steps"
 

@@ -80,6 +80,9 @@ class Workload:
     length: int = 0
     """Tokens of prompt and reply together."""
 
+    choices: int = 0
+    """Bytes per token of recorded experts (`engine.routing_replay`)."""
+
 
 def peak_memory(
     config: PreTrainedConfig, lora: LoraSettings | None, dtype: torch.dtype, work: Workload
@@ -127,9 +130,10 @@ def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
     return sum(lora.rank * sum(shape) for shape in shapes), head
 
 
-def cache_bytes(model: PreTrainedModel, dtype: torch.dtype, lengths: Sequence[int]) -> int:
+def cache_bytes(model: PreTrainedModel, dtype: torch.dtype, lengths: Sequence[int], choices: int = 0) -> int:
+    """`choices`: bytes per token of recorded experts."""
     w = _Widths.of(model)
-    return w.token_bytes(dtype.itemsize) * stored_tokens(lengths, w.spread)
+    return (w.token_bytes(dtype.itemsize) + choices) * stored_tokens(lengths, w.spread)
 
 
 def cache_budget(
@@ -140,14 +144,15 @@ def cache_budget(
     max_rows: int,
     max_context: int,
     checkpointing: bool,
+    choices: int = 0,
 ) -> int:
-    """Bytes for keys and values, once `model` is loaded.
+    """Bytes for keys and values, and for `choices` bytes per token, once `model` is loaded.
 
     Leaves room for training, at most three quarters, because few microbatches are full; on a CPU half, for
     other programs. Never more than all rows need at full context.
     """
     w = _Widths.of(model)
-    most = max_rows * max_context * w.token_bytes(dtype.itemsize)
+    most = max_rows * max_context * (w.token_bytes(dtype.itemsize) + choices)
     free = available_memory(str(model.device))
     if free is None:
         return most
@@ -278,7 +283,7 @@ def _layer(w: _Widths, lora: LoraSettings | None, *, half: bool) -> int:
 
 
 def _kv_cache(w: _Widths, e: int, work: Workload) -> int:
-    return w.token_bytes(e) * stored_tokens([work.length] * work.rows, w.spread)
+    return (w.token_bytes(e) + work.choices) * stored_tokens([work.length] * work.rows, w.spread)
 
 
 def _decoding(w: _Widths, lora: LoraSettings | None, e: int, work: Workload) -> int:

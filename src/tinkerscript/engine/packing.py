@@ -27,8 +27,10 @@ from transformers.masking_utils import sdpa_mask
 
 from tinkerscript.engine.decoder import FORWARD_ERRORS, OwnLogits, distance, own_logits, text_config_of
 from tinkerscript.engine.layer_kinds import LayerKinds, narrowed_windows
+from tinkerscript.engine.routing import UNKNOWN
 
 Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
 
 # Limit of rows with branches without segments: their mask takes 256 MiB in float32, and for 16,384 tokens
 # would take 1 GiB.
@@ -63,6 +65,9 @@ class TokenTree:
     paths: list[tuple[int, Ints]] = field(default_factory=list[tuple[int, Ints]])
     """(sequence index, places [T] of its tokens)"""
 
+    experts: Bytes | None = None
+    """[N, bytes]: experts to choose. None: as usual."""
+
     @property
     def size(self) -> int:
         return len(self.ids)
@@ -92,40 +97,53 @@ class TokenTree:
             seen[begin:end, begin:end] = np.tri(end - begin, dtype=np.bool_)
         return seen
 
-    def grow(self, index: int, ids: Ints, shared: int) -> None:
+    def grow(self, index: int, ids: Ints, shared: int, experts: Bytes | None = None) -> None:
         begin, new = self.size, len(ids) - shared
         start = self.paths[-1][1][:shared] if self.paths else np.empty(0, np.int64)
         self.paths.append((index, np.concatenate([start, np.arange(begin, begin + new)])))
         self.ids = np.concatenate([self.ids, ids[shared:]])
         self.depths = np.concatenate([self.depths, np.arange(shared, len(ids))])
+        if experts is not None:
+            before = experts[:0] if self.experts is None else self.experts
+            self.experts = np.concatenate([before, experts[shared:]])
 
 
-def chain(index: int, ids: Ints) -> TokenTree:
+def chain(index: int, ids: Ints, experts: Bytes | None = None) -> TokenTree:
     tree = TokenTree(np.empty(0, np.int64), np.empty(0, np.int64))
-    tree.grow(index, ids, 0)
+    tree.grow(index, ids, 0, experts)
     return tree
 
 
 def token_trees(
-    sequences: Sequence[Ints], *, pair_cost: float, budget: int, segments: bool = False
+    sequences: Sequence[Ints],
+    *,
+    pair_cost: float,
+    budget: int,
+    segments: bool = False,
+    experts: Sequence[Bytes] | None = None,
 ) -> list[TokenTree]:
     """Arrange `sequences` [T_i] in rows of at most `budget` tokens, or their longest sequence.
+
+    `experts`: uint8 [T_i, bytes] each, or None for all. Tokens with other experts are not shared.
 
     Rows with branches may take twice their longest sequence, but without `segments` at most
     `MAX_BRANCHING_TOKENS`. A sequence joins the tree before it, in the order of ids, if that is cheaper: a
     masked tree computes all pairs of tokens, at `pair_cost` relative to a token's other operations.
     """
     trees: list[TokenTree] = []
-    before: Ints | None = None
+    before: Bytes | None = None
     # Big-endian bytes sort like ids, prefixes first.
-    for index in sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">i8").tobytes()):
-        ids = sequences[index]
-        shared = 0 if before is None else common_prefix(before, ids)
+    keys = [ids.astype(">i8").view(np.uint8).reshape(-1, 8) for ids in sequences]
+    if experts is not None:
+        keys = [np.hstack(pair) for pair in zip(keys, experts, strict=True)]
+    for index in sorted(range(len(sequences)), key=lambda i: keys[i].tobytes()):
+        ids, chosen = sequences[index], None if experts is None else experts[index]
+        shared = 0 if before is None else common_prefix(before, keys[index])
         if shared and _joins(trees[-1], len(ids), shared, pair_cost, budget, segments):
-            trees[-1].grow(index, ids, shared)
+            trees[-1].grow(index, ids, shared, chosen)
         else:
-            trees.append(chain(index, ids))
-        before = ids
+            trees.append(chain(index, ids, chosen))
+        before = keys[index]
     return trees
 
 
@@ -155,9 +173,9 @@ def _pairs(length: int) -> int:
     return length * (length + 1) // 2
 
 
-def common_prefix(one: Ints, other: Ints) -> int:
+def common_prefix(one: Bytes, other: Bytes) -> int:
     width = min(len(one), len(other))
-    differing = np.flatnonzero(one[:width] != other[:width])
+    differing = np.flatnonzero((one[:width] != other[:width]).any(axis=1))
     return int(differing[0]) if len(differing) else width
 
 
@@ -205,6 +223,9 @@ class Packed:
     sequences: list[tuple[int, int]]
     """(index, length) in the order of `places`"""
 
+    experts: Bytes | None = None
+    """[B * N, bytes]: experts to choose, unknown in padding."""
+
     @property
     def inputs(self) -> dict[str, Any]:
         inputs: dict[str, Any] = {"input_ids": self.ids, "use_cache": False}
@@ -221,6 +242,12 @@ def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool =
     depths = np.zeros((len(trees), width), np.int64)
     for row, tree in enumerate(trees):
         ids[row, : tree.size], depths[row, : tree.size] = tree.ids, tree.depths
+    experts = None
+    if known := [tree.experts for tree in trees if tree.experts is not None]:
+        experts = np.full((len(trees), width, known[0].shape[1]), UNKNOWN, np.uint8)
+        for row, of_tree in enumerate(known):
+            experts[row, : len(of_tree)] = of_tree
+        experts = experts.reshape(len(trees) * width, -1)
     paths = [(index, path + row * width) for row, tree in enumerate(trees) for index, path in tree.paths]
     mask = None
     # Causal attention never sees right padding.
@@ -233,6 +260,7 @@ def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool =
         mask=mask,
         places=np.concatenate([path for _, path in paths]),
         sequences=[(index, len(path)) for index, path in paths],
+        experts=experts,
     )
 
 

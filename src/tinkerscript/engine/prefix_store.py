@@ -129,7 +129,7 @@ class PrefixStore:
         node, found = self._root, 0
         while found < len(ids) and (child := node.children.get(ids[found])) is not None:
             path.append(child)
-            common = _common(child.ids, ids, found)
+            common = common_length(child.ids, ids[found : found + len(child.ids)])
             found += common
             if common < len(child.ids):
                 break
@@ -177,12 +177,13 @@ def _over(path: list[_Node], found: int) -> int:
     return sum(len(node.ids) for node in path) - found
 
 
-def _common(ids: Ids, others: Ids, begin: int) -> int:
-    there = others[begin : begin + len(ids)]
-    if there == ids:
+def common_length(ids: Ids, others: Ids) -> int:
+    """The number of ids that both begin with."""
+    if ids == others:
         return len(ids)
+    shorter = min(len(ids), len(others))
     return next(
-        (at for at, (one, other) in enumerate(zip(ids, there, strict=False)) if one != other), len(there)
+        (at for at, (one, other) in enumerate(zip(ids, others, strict=False)) if one != other), shorter
     )
 
 

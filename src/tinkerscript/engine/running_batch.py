@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,12 +28,16 @@ from tinkerscript.engine.decoder import Decoder
 from tinkerscript.engine.grammars import Matcher
 from tinkerscript.engine.image_features import ImageFeatures, ImageReader, Placed
 from tinkerscript.engine.kv_cache import CacheBudget, KVCache, RowState, cut, stored_tokens
-from tinkerscript.engine.prefix_store import Ids, Prefilled, PrefixStore
+from tinkerscript.engine.prefix_store import WORTH_TOKENS, Ids, Prefilled, PrefixStore, common_length
 from tinkerscript.engine.sampling import Chosen, RowSettings, choose
 from tinkerscript.errors import EngineError
 
 PREFILL_TOKENS = 2048
 """Padded tokens per prefill; a longer prompt takes several."""
+
+
+SHARED_TOKENS = 16
+"""Sequences that wait together share the computation of a prefix of at least this length."""
 
 
 STEP_TOKENS = 16
@@ -59,6 +63,10 @@ class SampledRow:
     constrained: bytes = b""
     """`sampling.FREE`, `CUT` or `FORCED` per sampled id, with a grammar."""
 
+    experts: bytes = b""
+    """`Routing.packed`, if the decoder has a `routing`: the experts chosen at the position before each token,
+    from `Request.known` on."""
+
 
 @dataclass(slots=True)
 class Request:
@@ -77,6 +85,9 @@ class Request:
 
     sampled: int = 0
     """The prompt's last ids that begin the reply, from other weights. Stop strings may begin there."""
+
+    known: int = 0
+    """How many of the prompt's first ids to return no experts of."""
 
     matchers: list[Matcher] | None = None
     images: Sequence[Placed] = ()
@@ -134,8 +145,8 @@ class RunningRow:
             self.matcher.take(token)
             self.constrained.append(constraint)
 
-    def finish(self, stop_reason: str) -> None:
-        row = SampledRow(self.ids, self.logprobs, stop_reason, self.top, bytes(self.constrained))
+    def finish(self, stop_reason: str, experts: bytes = b"") -> None:
+        row = SampledRow(self.ids, self.logprobs, stop_reason, self.top, bytes(self.constrained), experts)
         self.request.finish(self.index, row)
 
 
@@ -198,8 +209,9 @@ class RunningBatch:
         """End all rows where they are, and later ones before their first token: newer weights continue
         them."""
         self._is_cut = True
+        experts = {row: self._experts(row) for row in [*self._cache.rows, *self._waiting] if row.ids}
         for row in self._drop_all():
-            row.finish("cut")
+            row.finish("cut", experts.get(row, b""))
 
     def fail(self, error: BaseException) -> None:
         for row in self._drop_all():
@@ -295,18 +307,31 @@ class RunningBatch:
                 continue
             if self.prefilled_tokens >= until:
                 break
-            if self._is_long(sequence) or self._worth(sequence):
+            batch, shared = self._batch_with(sequence, [each for each in sequences if each not in found])
+            if self._is_long(sequence) or (len(batch) == 1 and self._worth(sequence)):
                 found |= self._prefill_chunk(sequence)
             else:
-                found |= self._prefill_each(self._batch_with(sequence, sequences, found))
+                found |= self._prefill_each(batch, shared)
             if sequence not in found:
                 break
         return found
 
-    def _batch_with(self, sequence: Ids, sequences: list[Ids], found: Container[Ids]) -> list[Ids]:
-        others = [each for each in sequences if each not in found]
-        fresh = [each for each in others if not self._is_long(each) and not self._worth(each)]
-        return next(batch for batch in _similar_lengths(fresh) if sequence in batch)
+    def _batch_with(self, sequence: Ids, waiting: list[Ids]) -> tuple[list[Ids], int]:
+        """The sequences to prefill with `sequence`, and the number of first ids to compute once for all.
+
+        A sequence that has much more than the shared ids in the store is prefilled alone.
+        """
+        short = [each for each in waiting if not self._is_long(each)]
+        alike = [each for each in short if each[:SHARED_TOKENS] == sequence[:SHARED_TOKENS]]
+        shared = 0
+        if not self._decoder.is_recurrent and len(alike) > 1:
+            shared = min(common_length(sequence[:-1], each[:-1]) for each in alike)
+        if shared < SHARED_TOKENS:
+            alike, shared = short, 0
+        fresh = [each for each in alike if self._worth(each) < (shared + WORTH_TOKENS if shared else 1)]
+        batches = _similar_lengths(fresh, shared)
+        batch = next((each for each in batches if sequence in each), [sequence])
+        return batch, shared if len(batch) > 1 else 0
 
     def _is_long(self, sequence: Ids) -> bool:
         return len(sequence) > PREFILL_TOKENS and not self._decoder.is_recurrent
@@ -332,10 +357,11 @@ class RunningBatch:
             return {}
         return {sequence: self._kept(sequence, logits[0], state)}
 
-    def _prefill_each(self, sequences: list[Ids]) -> dict[Ids, Prefilled | Exception]:
+    def _prefill_each(self, sequences: list[Ids], shared: int = 0) -> dict[Ids, Prefilled | Exception]:
         """If prefilling together fails, prefill one by one to find the faulty sequences."""
         try:
-            logits, states = self._prefill(sequences)
+            past = self._prefix(sequences[0][:shared]) if shared else None
+            logits, states = self._prefill([each[shared:] for each in sequences], past, shared)
         except Exception as error:  # noqa: BLE001 - the request's future carries it
             if len(sequences) == 1:
                 return {sequences[0]: error}
@@ -344,6 +370,14 @@ class RunningBatch:
             sequence: self._kept(sequence, of_row, state)
             for sequence, of_row, state in zip(sequences, logits, states, strict=True)
         }
+
+    def _prefix(self, ids: Ids) -> RowState:
+        """The state after a prefix that several sequences share, which is kept."""
+        if found := self._prefixes.complete(ids):
+            return found.state
+        known, past = self._prefixes.longest(ids[:-1])
+        logits, (state,) = self._prefill([ids[known:]], past, known)
+        return self._kept(ids, logits[0], state).state
 
     def _prefill(
         self, parts: list[Ids], past: RowState | None = None, begin: int = 0
@@ -424,11 +458,23 @@ class RunningBatch:
                 _fail(row.request, error)
                 continue
             if reason is not None:
-                row.finish(reason)
+                row.finish(reason, self._experts(row))
                 finished.append(row)
         for row in finished:
             self._prefixes.keep(row.sequence[:-1], partial(self._cache.state, row))
         self._remove(finished)
+
+    def _experts(self, row: RunningRow) -> bytes:
+        """Unknown where nothing is kept: before the first token, and of a row that waits for memory."""
+        routing = self._decoder.routing
+        if routing is None:
+            return b""
+        kept = self._cache.last_layer(row, max(0, row.request.known - 1))
+        experts = routing.unknown(len(row.sequence) - row.request.known)
+        if kept is not None:
+            chosen = routing.packed(kept)
+            experts[len(experts) - len(chosen) :] = chosen
+        return experts.tobytes()
 
     def _allowed(self, rows: list[RunningRow], vocabulary: int) -> Tensor | None:
         """Ids that grammars allow next, bool (n, V); None without grammars. If a grammar allows none, its
@@ -518,13 +564,14 @@ def _alternatives(rows: list[RunningRow], chosen: Chosen) -> list[Alternatives]:
     ]
 
 
-def _similar_lengths(prompts: list[Ids]) -> list[list[Ids]]:
-    """Batches of rising length: at most `PREFILL_TOKENS` padded, at least half real."""
+def _similar_lengths(prompts: list[Ids], shared: int) -> list[list[Ids]]:
+    """Batches of rising length without `shared` ids: at most `PREFILL_TOKENS` padded, at least half real."""
     batches: list[list[Ids]] = []
     for prompt in sorted(prompts, key=len):
         batch = batches[-1] if batches else []
-        padded = (len(batch) + 1) * len(prompt)
-        if batch and padded <= PREFILL_TOKENS and padded <= 2 * (sum(map(len, batch)) + len(prompt)):
+        new = [len(each) - shared for each in [*batch, prompt]]
+        padded = len(new) * new[-1]
+        if batch and padded <= PREFILL_TOKENS and padded <= 2 * sum(new):
             batch.append(prompt)
         else:
             batches.append([prompt])

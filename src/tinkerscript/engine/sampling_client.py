@@ -84,6 +84,7 @@ class EmbeddedSamplingClient:
         grammar: str | None = None,
         min_p: float = 0.0,
         sampled: int = 0,
+        known: int = 0,
         images: Sequence[Placed] = (),
     ) -> Future[list[SampledRow]]:
         """`sample` with options that Tinker's method lacks. Cancelling the future ends the sampling.
@@ -97,13 +98,16 @@ class EmbeddedSamplingClient:
             grammar: Constrains the samples.
             min_p: Minimum probability, as a share of the most probable token's.
             sampled: How many of the last `ids` begin the reply, from other weights.
+            known: How many of the first `ids` to return no experts of.
             images: Images of the placeholders in `ids`.
         """
+        if not 0 <= known <= len(ids):
+            raise EngineRequestError(f"known must be 0 to {len(ids)}, the prompt's tokens, got {known}")
         request = self._request(ids, num_samples, sampling_params)
         request.images = images
         request.stop_ids |= frozenset(stop_ids)
         request.report, request.top_logprobs, request.min_p = report, top_logprobs, min_p
-        request.sampled = sampled
+        request.sampled, request.known = sampled, known
         if grammar is not None:
             request.matchers = [self._context.grammars.matcher(grammar) for _ in range(num_samples)]
             for matcher in request.matchers:

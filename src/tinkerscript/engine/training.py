@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from tinkerscript.engine.context import EngineContext, exact_context
 from tinkerscript.engine.decoder import Decoder, HubDecoder, text_config_of
 from tinkerscript.engine.image_features import IdsWithImages, ImageFeatures, ImageReader
 from tinkerscript.engine.losses import (
+    CHOSEN_EXPERTS,
     ENTROPY,
     MASK,
     OPTIONAL_INPUTS,
@@ -48,6 +50,7 @@ from tinkerscript.engine.packing import (
     takes_segments,
     token_trees,
 )
+from tinkerscript.engine.routing import Routing
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
 from tinkerscript.engine.weights import load_optimizer_state, load_same_model, save_checkpoint
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -73,6 +76,9 @@ class Example:
 
     inputs: dict[str, np.ndarray]
     """[T] each, including `MASK` and `TEMPERATURES`"""
+
+    experts: np.ndarray | None = None
+    """uint8 [T, bytes]: experts to choose. None: as usual."""
 
     images: Sequence[ImageFeatures] = ()
     """Held while `ids` stand for them."""
@@ -138,16 +144,19 @@ class Trainer:
         microbatch_tokens: int | None = None,
         share_prefixes: bool = False,
         compute_dtype: torch.dtype = torch.float32,
+        routing: Routing | None = None,
         images: ImageReader | None = None,
     ) -> None:
         """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: of matrix
-        products (torch's autocast); weights and moments stay float32. `images`: None refuses images."""
+        products (torch's autocast); weights and moments stay float32. `routing`: replays `CHOSEN_EXPERTS`.
+        `images`: None refuses images."""
         self.weights = weights
         self.model = model = weights.model
         self._microbatch_tokens = microbatch_tokens or tokens_of_microbatch(model.device)
         self._pair_cost = pair_cost(model) if share_prefixes else None
         self._segments = takes_segments(model)
         self._compute_dtype = compute_dtype
+        self._routing = routing
         self._images = images
         self._max_context = exact_context(model.config)
         self.reset_optimizer()
@@ -222,10 +231,11 @@ class Trainer:
         for batch in batches:
             packed = pack(batch, self.model, segments=self._segments)
             self.weights.activate()  # Sampling may have run in between.
-            with torch.set_grad_enabled(backward):
-                logprobs, loss = self._loss(packed, examples, losses_of, entropies=entropies)
-            if backward:
-                self._backward(loss)
+            with self._replayed(packed):
+                with torch.set_grad_enabled(backward):
+                    logprobs, loss = self._loss(packed, examples, losses_of, entropies=entropies)
+                if backward:
+                    self._backward(loss)
             loss_sum += float(loss.detach())
             lengths = [length for _, length in packed.sequences]
             parts = logprobs.detach().float().cpu().split(lengths, dim=-1)
@@ -233,6 +243,12 @@ class Trainer:
                 outputs[index] = part.numpy()
             yield
         return outputs, loss_sum
+
+    def _replayed(self, packed: Packed) -> AbstractContextManager[None]:
+        if self._routing is None or packed.experts is None:
+            return nullcontext()
+        ids = torch.from_numpy(self._routing.unpacked(packed.experts)).to(self.model.device)
+        return self._routing.replayed(self.model, ids)
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -259,6 +275,7 @@ class Trainer:
                 f"datum {index}: {loss_fn} needs loss_fn_inputs {sorted(expected)}, got {sorted(given)}"
             )
         inputs = {key: value.to_numpy() for key, value in datum.loss_fn_inputs.items()}
+        experts = self._experts(f"datum {index}", len(ids), inputs.pop(CHOSEN_EXPERTS, None))
         self._check_forms(f"datum {index}", ids, inputs)
         weights = inputs.get(MASK, inputs.get("advantages", inputs.get("weights", np.ones(len(ids)))))
         inputs[MASK] = weights != 0
@@ -272,12 +289,34 @@ class Trainer:
         for name, tokens in (("model_input", ids), ("target_tokens", inputs["target_tokens"])):
             if tokens.min() < 0 or tokens.max() >= vocabulary:
                 raise EngineRequestError(f"datum {index}: {name} has ids outside [0, {vocabulary})")
-        if not isinstance(datum.model_input, IdsWithImages):
-            return Example(index, ids, inputs)
-        if self._images is None:
-            raise EngineRequestError(f"datum {index}: this trainer takes no images")
-        read, images = self._images.read(ids.tolist(), datum.model_input.images)
-        return Example(index, np.asarray(read, np.int64), inputs, images)
+        images: Sequence[ImageFeatures] = ()
+        if isinstance(datum.model_input, IdsWithImages):
+            if self._images is None:
+                raise EngineRequestError(f"datum {index}: this trainer takes no images")
+            read, images = self._images.read(ids.tolist(), datum.model_input.images)
+            ids = np.asarray(read, np.int64)
+        return Example(index, ids, inputs, experts, images)
+
+    def _experts(self, where: str, length: int, given: np.ndarray | None) -> np.ndarray | None:
+        routing = self._routing
+        if given is None:
+            return None if routing is None else routing.unknown(length)
+        if routing is None:
+            raise EngineRequestError(
+                f"{where}: loss_fn_inputs.{CHOSEN_EXPERTS} cannot be replayed: engine.routing_replay is off"
+            )
+        width = -(-routing.token_bytes // 8)
+        if given.shape != (length, width) or given.dtype != np.int64:
+            raise EngineRequestError(
+                f"{where}: loss_fn_inputs.{CHOSEN_EXPERTS} must be int64 of shape {[length, width]}, for "
+                f"{routing.token_bytes} bytes per token; it is {given.dtype} of shape {list(given.shape)}"
+            )
+        rows = np.ascontiguousarray(given).view(np.uint8)[:, : routing.token_bytes]
+        try:
+            routing.unpacked(rows)
+        except ValueError as error:
+            raise EngineRequestError(f"{where}: {error}") from error
+        return rows
 
     def _check_forms(self, where: str, ids: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
         """The last token is only a target, so the model reads T of T + 1."""
@@ -300,9 +339,11 @@ class Trainer:
 
     def _rows(self, examples: list[Example], budget: int) -> list[TokenTree]:
         if self._pair_cost is None:
-            return [chain(example.index, example.ids) for example in examples]
+            return [chain(example.index, example.ids, example.experts) for example in examples]
+        experts = [example.experts for example in examples if example.experts is not None]
         return token_trees(
             [example.ids for example in examples],
+            experts=experts or None,
             pair_cost=self._pair_cost,
             budget=budget,
             segments=self._segments,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from tinkerscript.asgi import Caller
 from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage
-from tinkerscript.gateway.claim_book import ClaimBook, OpenClaim
+from tinkerscript.gateway.claim_book import ClaimBook
 from tinkerscript.gateway.conversation.session import LONG_PROMPT, Session, in_thread_if
 from tinkerscript.gateway.conversation.tree import SAMPLED_AGAIN, Turn
 from tinkerscript.gateway.dialects.dialect import Choice, Completion, Dialect, ModelCall, ReplyHeader
@@ -37,7 +37,6 @@ from tinkerscript.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.tracing import call_span
 
 
 class SampledModel(NamedModel):
@@ -113,12 +112,6 @@ class SampledModel(NamedModel):
             for request, num_bytes in granted:
                 self._claims.end(prepared.claim, request.num_samples, request.max_tokens, num_bytes)
 
-    def _span(self, claim: OpenClaim, requests: list[SampleRequest]) -> AbstractContextManager[Any]:
-        if not claim.continues:  # Outside episodes.
-            return nullcontext()
-        tokens = sum(len(request.prompt) // 4 for request in requests)
-        return call_span(claim.episode_uuid, claim.attempt, prompt_tokens=tokens)
-
     async def _sampled(
         self,
         prepared: PreparedRequest,
@@ -126,8 +119,7 @@ class SampledModel(NamedModel):
         progress: ProgressCallback | None = None,
     ) -> list[SampleResult]:
         # A complete sample is recorded even if its caller disconnects.
-        with self._span(prepared.claim, requests):
-            results = await sample_all(self._sampler, requests, progress)
+        results = await sample_all(self._sampler, requests, progress)
         prepared.attempt.is_recording = True
         return results
 
@@ -158,6 +150,7 @@ class SampledModel(NamedModel):
                 stream=call.stream,
                 affinity=prepared.claim.episode_uuid if prepared.claim.continues else "",
                 role=self.role,
+                known=(len(turn.prompt) - len(turn.new_prompt)) // 4,
             )
             for turn in prepared.turns
         ]
@@ -258,6 +251,7 @@ class SampledModel(NamedModel):
             spans=spans if len(spans) > 1 else [],
             seed=result.seed,
             constrained=constrained,
+            experts=sequence.experts,
             tokenizer=self._renderer.tokenizer.fingerprint,
             fork_reason=fork_reason,
             messages=messages,

@@ -12,6 +12,7 @@ import msgspec
 
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger.compression import DICTIONARIES, Dictionaries
 from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, decoded, digests_in, with_files
 from tinkerscript.ledger.rows import LEDGER_VERSION, Use
 from tinkerscript.rollouts.advantages import RolloutGroup
@@ -65,18 +66,27 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
         (version,) = run.execute("PRAGMA user_version").fetchone()
         if version != LEDGER_VERSION:
             raise ConfigError(f"{path} has version {version}, and this tinkerscript reads {LEDGER_VERSION}")
+        facts = DICTIONARIES.replace("{s}", "")
+        dictionaries = Dictionaries(lambda: (content for _, content in run.execute(facts).fetchall()))
         for (group_id,) in run.execute(_GROUPS).fetchall():
             members = run.execute(_MEMBERS, (group_id, Use.SET_ASIDE)).fetchall()
-            episodes = tuple(_episode(run, group_id, _Member(*each), trains_constrained) for each in members)
+            episodes = tuple(
+                _episode(run, dictionaries, group_id, _Member(*each), trains_constrained) for each in members
+            )
             if episodes:
                 yield RolloutGroup(group_id, episodes)
 
 
 def _episode(
-    run: sqlite3.Connection, group_id: str, member: _Member, trains_constrained: bool
+    run: sqlite3.Connection,
+    dictionaries: Dictionaries,
+    group_id: str,
+    member: _Member,
+    trains_constrained: bool,
 ) -> EpisodeRollouts:
     query = CALLS_OF_CLAIM.replace("{s}", "")
-    calls = calls_of(decoded(run.execute(query, (member.sequence, member.attempt)).fetchall()))
+    found = run.execute(query, (member.sequence, member.attempt)).fetchall()
+    calls = calls_of(decoded(found, dictionaries))
     calls = with_files(calls, {digest: _file(run, digest) for digest in digests_in(calls)})
     rollouts = merge_calls(calls, episode_uuid=member.uuid, trains_constrained=trains_constrained)
     result = msgspec.json.decode(member.result, type=_Result)

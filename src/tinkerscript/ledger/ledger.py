@@ -16,10 +16,11 @@ from hashlib import sha256
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
+import zstandard
 
 from tinkerscript.errors import StoreError
-from tinkerscript.ledger.compression import packed, unpacked
-from tinkerscript.ledger.rows import CallRow, ImageRow, Row, columns, key_of
+from tinkerscript.ledger.compression import NO_DICTIONARIES, Dictionaries, Packer, trained, unpacked
+from tinkerscript.ledger.rows import CallRow, FactRow, ImageRow, Row, columns, key_of
 from tinkerscript.rollouts.call import Call, PlacedImage
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class Ledger(ABC):
         self.bytes_put = 0
         self._failure: StoreError | None = None
         self._failed = asyncio.Event()
+        self._packer = Packer(self._train)
+        self._training = set[asyncio.Task[None]]()
 
     @abstractmethod
     async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -117,7 +120,7 @@ class Ledger(ABC):
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
         """Calls of each claim (episode sequence and attempt), oldest first."""
-        found = [decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
+        found = [self._decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
         return await self.filled(found)
 
     async def filled(self, found: list[list[Call]]) -> list[list[Call]]:
@@ -131,11 +134,22 @@ class Ledger(ABC):
 
         return [with_files(calls, files) for calls in found]
 
+    def _decoded(self, rows: Iterable[tuple[bytes]]) -> list[Call]:
+        return decoded(rows, self._packer.dictionaries)
+
+    def _use_dictionaries(self, facts: Iterable[tuple[str, bytes]]) -> None:
+        """`facts`: what `DICTIONARIES` selects."""
+        for name, content in facts:
+            self._packer.use(name.split("/")[1], content)
+
     # Writing
 
     def put(self, row: Row) -> None:
         batch = self._open_batch()
         kind = type(row)
+        if kind.PACKED:
+            data = self._packer.pack(kind.TABLE, getattr(row, kind.PACKED))
+            row = msgspec.structs.replace(row, **{kind.PACKED: data})
         found = batch.rows.get(kind)
         if found is None:
             found = batch.rows[kind] = {}
@@ -193,12 +207,26 @@ class Ledger(ABC):
         """Commit pending writes first. Raises a StoreError that was not raised before."""
         known = self._failure
         try:
+            if self._training:
+                await asyncio.wait(self._training)
             if self._committing is not None:
                 await asyncio.wait((self._committing,))
         finally:
             await self.release()
         if self._failure is not known and self._failure is not None:
             raise self._failure
+
+    def _train(self, table: str, samples: list[bytes]) -> None:
+        async def train() -> None:
+            dictionary = await asyncio.to_thread(trained, samples)
+            if dictionary and self._failure is None:
+                number = zstandard.ZstdCompressionDict(dictionary).dict_id()
+                self.put(FactRow(name=f"dictionary/{table}/{number}", value=dictionary))
+                self._packer.use(table, dictionary)
+
+        task = asyncio.get_running_loop().create_task(train())
+        self._training.add(task)
+        task.add_done_callback(self._training.discard)
 
     def _open_batch(self) -> WriteBatch:
         if self._failure is not None:
@@ -242,7 +270,6 @@ class Ledger(ABC):
 
 
 def call_row(episode: int, attempt: int, call: Call) -> CallRow:
-    """Not thread-safe."""
     last = call.policy_version_end
     return CallRow(
         episode=episode,
@@ -254,7 +281,7 @@ def call_row(episode: int, attempt: int, call: Call) -> CallRow:
         prompt_tokens=len(call.new_prompt) // 4,
         sampled_tokens=len(call.sampled) // 4,
         stop_reason=call.stop_reason,
-        call=packed(_encode_call(call)),
+        call=_encode_call(call),
     )
 
 
@@ -262,9 +289,9 @@ def row_of(kind: type[R], values: Sequence[Any]) -> R:
     return kind(**dict(zip(columns(kind), values, strict=True)))
 
 
-def decoded(rows: Iterable[tuple[bytes]]) -> list[Call]:
-    """Skips calls that were dropped to save space."""
-    return [_decode_call(unpacked(call)) for (call,) in rows if call]
+def decoded(rows: Iterable[tuple[bytes]], dictionaries: Dictionaries = NO_DICTIONARIES) -> list[Call]:
+    """Skips calls that were dropped to save space. Raises ValueError for anything but calls."""
+    return [_decode_call(unpacked(call, dictionaries)) for (call,) in rows if call]
 
 
 def digests_in(calls: Iterable[Call]) -> set[bytes]:

@@ -26,6 +26,7 @@ from psycopg import AsyncClientCursor, AsyncConnection
 from psycopg.conninfo import conninfo_to_dict
 
 from tinkerscript.errors import ConfigError, StoreError
+from tinkerscript.ledger.compression import DICTIONARIES
 from tinkerscript.ledger.database_lease import (
     LEASE_TABLE,
     LOST_LEASE,
@@ -82,7 +83,8 @@ class PostgresLedger(Ledger):
             await self._open()
             assert self._lease is not None
             self._epoch = await self._lease.take()
-            return self._epoch
+        self._use_dictionaries(await self.read(DICTIONARIES))
+        return self._epoch
 
     async def agree(self, name: str, value: bytes) -> bytes:
         async with self._explained():

@@ -18,6 +18,7 @@ import msgspec
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.files import CONFIG_FILE, RUN_ID, load_yaml
 from tinkerscript.ledger import file_of, is_shared
+from tinkerscript.ledger.compression import DICTIONARIES, Dictionaries, unpacked
 from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, decoded
 from tinkerscript.ledger.reading import NamedRow, Reading, Rows, SqliteReading
 from tinkerscript.ledger.tokens import TrainedSequence, unpacked_sequences
@@ -47,6 +48,7 @@ class LedgerReader:
         self._store = "sqlite" if is_sft else store or self._stated_store()
         self._connect = self._opener()
         self._of_thread = threading.local()
+        self._dictionaries = Dictionaries(self._read_dictionaries)
         self.rows("SELECT 1")
 
     @property
@@ -104,6 +106,13 @@ class LedgerReader:
         found = self.row(query, parameters)
         return None if found is None else found[0]
 
+    def unpacked(self, data: bytes, *, limit: int | None = None) -> bytes:
+        """Undo the ledger's compression; see `compression.unpacked`. Raises ValueError."""
+        return unpacked(data, self._dictionaries, limit=limit)
+
+    def _read_dictionaries(self) -> list[bytes]:
+        return [bytes(content) for _, content in self.rows(DICTIONARIES.replace("{s}", ""))]
+
     def status(self) -> dict[str, Any]:
         found = self.row("SELECT value FROM facts WHERE name = ?", (STATUS,))
         said: Any = json.loads(bytes(found[0])) if found else {}
@@ -121,7 +130,7 @@ class LedgerReader:
         """Raises NotRecordedError."""
         found = self.rows(query, parameters)
         try:
-            return decoded((bytes(data),) for (data,) in found)
+            return decoded(((bytes(data),) for (data,) in found), self._dictionaries)
         except (ValueError, msgspec.DecodeError, RecursionError) as error:
             raise NotRecordedError(f"the ledger holds something else than calls: {error}") from error
 
@@ -131,10 +140,13 @@ class LedgerReader:
         found: dict[int, list[TrainedSequence]] = {}
         try:
             for step, data in self.rows(query, (sequence,)):
-                found.setdefault(step, []).extend(unpacked_sequences(bytes(data)) if data else [])
+                found.setdefault(step, []).extend(self._sequences(data) if data else [])
         except ValueError as error:
             raise NotRecordedError(f"the ledger holds something else than tokens: {error}") from error
         return {step: each for step, each in found.items() if each}
+
+    def _sequences(self, data: bytes) -> list[TrainedSequence]:
+        return unpacked_sequences(bytes(data), self._dictionaries)
 
     def transcribed(self, sequence: int) -> list[int]:
         query = (
@@ -143,9 +155,10 @@ class LedgerReader:
         return [attempt for (attempt,) in self.rows(query, (sequence,))]
 
     def transcript(self, sequence: int, attempt: int) -> bytes:
+        """As stored; see `unpacked`. Empty without a transcript."""
         query = "SELECT transcript FROM transcripts WHERE episode = ? AND attempt = ?"
         found = self.row(query, (sequence, attempt))
-        return b"" if found is None else found[0]
+        return b"" if found is None else bytes(found[0])
 
     def close(self) -> None:
         self._of_thread.reading.close()

@@ -38,13 +38,16 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     FIXED: ClassVar[tuple[str, ...]] = ()
     """Columns that later rows with the key do not write, which saves updating indexes."""
 
+    PACKED: ClassVar[str] = ""
+    """Column that the ledger compresses."""
+
     CONSTRAINTS: ClassVar[tuple[str, ...]] = ()
     INDEXES: ClassVar[tuple[str, ...]] = ()
     """Each index: columns in parentheses, and optionally a WHERE clause."""
 
     @property
     def size(self) -> int:
-        return 0
+        return len(getattr(self, self.PACKED)) if self.PACKED else 0
 
 
 # What the server writes
@@ -72,13 +75,13 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     KEY = ("sequence",)
     FIXED = (
         *("uuid", "episode_type", "group_id", "pool", "group_size", "step", "label", "position"),
-        *("sample", "digest"),
+        *("sample", "digest", "consumed"),
     )
     CONSTRAINTS = ("UNIQUE (uuid)", "UNIQUE (end_number)")
     INDEXES = (
         "(step, label, end_number)",
         "(group_id)",
-        "(sample, end_number)",
+        "(sample)",
         "(position) WHERE position >= 0",
         "(end_number) WHERE state = 'failed'",
         "(end_number) WHERE consumed = 1 AND emptied = 0",
@@ -117,7 +120,8 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """1: a trainer knows of its failure."""
 
     consumed: int = 0
-    """1: a step or evaluation used it or left it out, or a resumption gave it up."""
+    """1: a step or evaluation used it or left it out, or a resumption gave it up. A statement updates it for
+    many episodes at once."""
 
     dropped: int = 0
     """1: an operator removed it from the list of failures."""
@@ -154,6 +158,7 @@ class AttemptRow(Row, frozen=True, kw_only=True):
 
 class CallRow(Row, frozen=True, kw_only=True):
     TABLE = "calls"
+    PACKED = "call"
     CONSTRAINTS = OF_EPISODE
     INDEXES = ("(episode, attempt)",)
 
@@ -173,11 +178,7 @@ class CallRow(Row, frozen=True, kw_only=True):
     sampled_tokens: int
     stop_reason: str
     call: bytes
-    """`rollouts.call.Call` as msgpack, `packed`, with the digests of its images. Empty if dropped."""
-
-    @property
-    def size(self) -> int:
-        return len(self.call)
+    """`rollouts.call.Call` as msgpack, with the digests of its images. Empty if dropped."""
 
 
 class ImageRow(Row, frozen=True, kw_only=True):
@@ -213,16 +214,14 @@ class ResultRow(Row, frozen=True, kw_only=True):
 
 class TranscriptRow(Row, frozen=True, kw_only=True):
     TABLE = "transcripts"
+    PACKED = "transcript"
     KEY = ("episode", "attempt")
     CONSTRAINTS = OF_EPISODE
 
     episode: int
     attempt: int
     transcript: bytes
-
-    @property
-    def size(self) -> int:
-        return len(self.transcript)
+    """Inspect's `EvalSample` as JSON, from a client."""
 
 
 class FactRow(Row, frozen=True, kw_only=True):
@@ -318,6 +317,7 @@ class VerdictRow(Row, frozen=True, kw_only=True):
 
 class TokensRow(Row, frozen=True, kw_only=True):
     TABLE = "tokens"
+    PACKED = "sequences"
     KEY = ("episode", "step", "role", "undone")
     CONSTRAINTS = OF_EPISODE
 
@@ -325,13 +325,9 @@ class TokensRow(Row, frozen=True, kw_only=True):
     step: int
     role: str = ""
     sequences: bytes
-    """`ledger.tokens.TrainedSequence`s as msgpack, `packed`."""
+    """`ledger.tokens.TrainedSequence`s as msgpack."""
 
     undone: int = STANDS
-
-    @property
-    def size(self) -> int:
-        return len(self.sequences)
 
 
 class CheckpointRow(Row, frozen=True, kw_only=True):

@@ -15,6 +15,8 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from functools import cache
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +24,8 @@ from msgspec.structs import astuple
 
 from tinkerscript.errors import StoreError
 from tinkerscript.files import stamp
-from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, Ledger, WriteBatch, decoded
+from tinkerscript.ledger.compression import DICTIONARIES
+from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, Ledger, WriteBatch
 from tinkerscript.ledger.reading import explained
 from tinkerscript.ledger.rows import (
     LEDGER_VERSION,
@@ -60,6 +63,7 @@ class SqliteLedger(Ledger):
             # One user at a time: the event loop, or with `full` the writer thread.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._set_up(full=full)
+            self._use_dictionaries(self._connection.execute(_plain(DICTIONARIES)))
             self._reading = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._writer = ThreadPoolExecutor(1, "ledger-writer") if full else None
 
@@ -69,13 +73,18 @@ class SqliteLedger(Ledger):
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
         claims = list(claims)
         with _explained(self._path):
-            size = sum(self._reading.execute(_CALLS_SIZE, claim).fetchone()[0] for claim in claims)
-            if size < LONG_BYTES:
-                found = [
-                    decoded(self._reading.execute(_plain(CALLS_OF_CLAIM), claim).fetchall())
-                    for claim in claims
-                ]
-                return await self.filled(found)
+            run = self._reading.execute
+            run("BEGIN")  # Or each SELECT would lock the file and read its pages anew.
+            found = None
+            try:
+                size = sum(run(_CALLS_SIZE, claim).fetchone()[0] for claim in claims)
+                if size < LONG_BYTES:
+                    query = _plain(CALLS_OF_CLAIM)
+                    found = [self._decoded(run(query, claim).fetchall()) for claim in claims]
+            finally:
+                run("COMMIT")
+        if found is not None:
+            return await self.filled(found)
         return await super().calls(claims)
 
     async def write(self, batch: WriteBatch) -> None:
@@ -163,8 +172,8 @@ class SqliteLedger(Ledger):
                 for kind in TABLES:
                     if rows := batch.rows.get(kind):
                         run.executemany(_insert(kind), map(astuple, rows.values()))
-                for statement in batch.statements:
-                    run.execute(_plain(statement.sql), statement.parameters)
+                for sql, same in groupby(batch.statements, key=attrgetter("sql")):
+                    run.executemany(_plain(sql), [each.parameters for each in same])
                 run.execute("COMMIT")
             finally:
                 if run.in_transaction:

@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 
 from tinkerscript.ledger.ledger import Ledger
+from tinkerscript.ledger.rows import TABLES
 
 logger = logging.getLogger(__name__)
 
-LARGE = {"calls": "call", "tokens": "sequences", "transcripts": "transcript"}
+LARGE = {kind.TABLE: kind.PACKED for kind in TABLES if kind.PACKED}
 
 LOW_MARK = 0.95  # Share of the limit to shrink to, so that the next episode does not exceed it.
 

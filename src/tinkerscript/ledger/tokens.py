@@ -10,7 +10,7 @@ from enum import IntEnum
 
 import msgspec
 
-from tinkerscript.ledger.compression import packed, unpacked
+from tinkerscript.ledger.compression import NO_DICTIONARIES, Dictionaries, packed, unpacked
 
 
 class TokenUse(IntEnum):
@@ -55,12 +55,13 @@ _decode = msgspec.msgpack.Decoder(list[TrainedSequence]).decode
 
 
 def packed_sequences(sequences: Sequence[TrainedSequence]) -> bytes:
+    """Large ones are compressed already, for the link to the server and to spare its processor."""
     return packed(_encode(sequences))
 
 
-def unpacked_sequences(data: bytes) -> list[TrainedSequence]:
-    """Undo `packed_sequences`. Raises ValueError for any other bytes."""
+def unpacked_sequences(data: bytes, dictionaries: Dictionaries = NO_DICTIONARIES) -> list[TrainedSequence]:
+    """Undo `packed_sequences` and the ledger's compression. Raises ValueError for any other bytes."""
     try:
-        return _decode(unpacked(data))
+        return _decode(unpacked(data, dictionaries))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not the tokens of an episode: {error}") from error

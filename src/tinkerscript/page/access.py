@@ -32,7 +32,7 @@ COOKIE = "tinkerscript_session_"
 """Cookies ignore ports, so each run on a host needs its own name."""
 
 SESSION_S = 30 * 24 * 3600
-OPEN_PATHS = frozenset({"/", "/docs", "/favicon.ico", "/api/login", "/api/session"})
+OPEN_PATHS = frozenset({"/", "/favicon.ico", "/api/login", "/api/session"})
 
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

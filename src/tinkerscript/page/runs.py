@@ -144,9 +144,6 @@ class RunServer:
                 self._fleet = time.monotonic(), found
             return found
 
-    async def openapi(self) -> dict[str, Any]:
-        return await self._ask("GET", "/openapi.json")
-
     async def failed_episodes(self, action: str, uuids: list[str]) -> dict[str, Any]:
         return await self._ask("POST", f"/failed_episodes/{action}", {"episode_uuids": uuids})
 

@@ -13,7 +13,6 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-import zstandard
 from pydantic import BaseModel, Field
 
 from tinkerscript.errors import NotRecordedError
@@ -32,10 +31,6 @@ ATTACHMENT = "attachment://"
 
 # Unpacking takes many times the transcript's size.
 _one_at_a_time = threading.Lock()
-
-
-class TranscriptError(ValueError):
-    """The client's transcript is not valid."""
 
 
 class Part(BaseModel):
@@ -100,9 +95,9 @@ def transcript_view(
     text = ledger.transcript(number, attempt)
     with _one_at_a_time:
         try:
-            text = unpacked_text(text)
+            text = ledger.unpacked(text, limit=TRANSCRIPT_BYTES)
             return _view(attempt, attempts, parsed(text), offset)
-        except TranscriptError as error:
+        except ValueError as error:
             return TranscriptView(
                 attempt=attempt,
                 attempts=attempts,
@@ -126,24 +121,12 @@ def _find_transcript(
     return int(number), attempts, attempts[-1] if attempt is None else attempt
 
 
-def unpacked_text(data: bytes) -> bytes:
-    """Raises TranscriptError."""
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-            text = reader.read(TRANSCRIPT_BYTES + 1)
-    except zstandard.ZstdError as error:
-        raise TranscriptError(f"it is not compressed with zstd: {error}") from error
-    if len(text) > TRANSCRIPT_BYTES:
-        raise TranscriptError(f"it has more than {TRANSCRIPT_BYTES} bytes")
-    return text
-
-
 def parsed(text: bytes) -> Transcript:
-    """Raises TranscriptError."""
+    """Raises ValueError."""
     try:
         return _read_transcript(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise TranscriptError(f"it is not Inspect's: {error}") from error
+        raise ValueError(f"it is not Inspect's: {error}") from error
 
 
 def _view(attempt: int, attempts: list[int], transcript: Transcript, offset: int) -> TranscriptView:

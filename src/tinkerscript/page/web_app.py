@@ -21,7 +21,6 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel, Field
 
 from tinkerscript import __version__
-from tinkerscript.addresses import read_server_info
 from tinkerscript.asgi import BodyLimit, Refusals
 from tinkerscript.errors import ConfigError, ConflictError, NotRecordedError
 from tinkerscript.ledger.reader import LedgerReader
@@ -49,7 +48,6 @@ from tinkerscript.page.overview import (
     evaluations,
     overview,
     run_list,
-    state,
 )
 from tinkerscript.page.runs import Runs, RunServer
 from tinkerscript.page.steps import GroupFilter, Step, StepPage, step_page, step_view
@@ -141,12 +139,10 @@ class _Page:
         router = APIRouter()
         get, post = router.get, router.post
         get("/", include_in_schema=False)(self.index)
-        get("/docs", include_in_schema=False)(self.docs)
         get("/favicon.ico", include_in_schema=False)(self.icon)
         get("/api/session", tags=["session"])(self.session)
         post("/api/login", tags=["session"])(self.login)
         post("/api/logout", tags=["session"])(self.logout)
-        get("/api/server-openapi.json", include_in_schema=False)(self.server_api)
         get("/api/runs", tags=["runs"])(self.list_runs)
         get("/api/config-differences", tags=["runs"])(self.differences)
         run = "/api/runs/{run}"
@@ -179,10 +175,6 @@ class _Page:
 
     async def index(self) -> Response:
         return FileResponse(PAGE_FILES / "index.html", headers={"cache-control": "no-cache"})
-
-    async def docs(self) -> Response:
-        """The API's documentation, shown by the page itself."""
-        return FileResponse(PAGE_FILES / "docs.html", headers={"cache-control": "no-cache"})
 
     async def icon(self) -> Response:
         return FileResponse(PAGE_FILES / "icon.svg", media_type="image/svg+xml")
@@ -342,20 +334,6 @@ class _Page:
 
     def _server(self, run: str) -> RunServer:
         return self._runs.server_of(self._ledger(run).folder)
-
-    async def server_api(self) -> dict[str, Any]:
-        """The OpenAPI description of the interchange server here, or of a run in progress."""
-        folder = await asyncio.to_thread(self._served_folder)
-        return await self._runs.server_of(folder).openapi()
-
-    def _served_folder(self) -> Path:
-        runs = [
-            ledger.folder for ledger in self._runs.readable().values() if state(ledger.status()) == "running"
-        ]
-        for folder in (self._runs.root, *runs):
-            if read_server_info(folder) is not None:
-                return folder
-        raise NotRecordedError("no interchange server runs here; open /docs at the address of one")
 
     async def fleet(self, run: str) -> dict[str, Any]:
         """Queue, claims, workers and failures, as reported by the run's server."""

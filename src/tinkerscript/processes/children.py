@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from tinkerscript.access_tokens import CLIENT_TOKEN, reached_through, read_token
 from tinkerscript.addresses import remote_url
 from tinkerscript.config import InterchangeConfig, RunConfig
-from tinkerscript.errors import EngineError, LinkError, WorkerError
+from tinkerscript.errors import EngineError, LinkError
 from tinkerscript.lifecycle import own_command, try_lock
 from tinkerscript.processes.launcher import Child, Launcher, LocalProcess, Slot, free_port
 from tinkerscript.processes.planned import TRAINER_PROCESS, PlannedProcess, worker_arguments
@@ -32,11 +32,6 @@ FORMER_SERVER_S = 20.0  # A dead trainer's server must end within this.
 CHILD_POLL_S = 0.02
 
 RANK_ERROR_S = 5.0  # A rank's death is noticed within this.
-
-IDLE_S = 60.0
-"""An idle worker beyond `workers.count` stops after this."""
-
-SCALE_S = 1.0  # The server reports the demand once a second.
 
 LOCAL_WORKERS = "local_workers"
 """In the run folder: the trainer's workers, one per line."""
@@ -170,88 +165,31 @@ async def launched_ranks(
             raise
 
 
-class Workers:
-    """Runs as many workers as the run needs.
+async def start_workers(
+    planned: Sequence[PlannedProcess],
+    folder: Path,
+    *,
+    link: TrainerLink,
+    server_url: str,
+    supervisor: Supervisor,
+) -> None:
+    secrets, remembered = worker_secrets(os.environ), set[str]()
+    for number, process in enumerate(planned):
+        name = f"{link.own_clients}{number}"
 
-    A worker with a claim is never stopped for lack of demand.
-    """
+        def values(incarnation: int, name: str = name) -> dict[str, str]:
+            client = f"{name}-{incarnation}"
+            if client not in remembered:
+                remembered.add(client)
+                remember_worker(folder, client)
+            return {Slot.SERVER: server_url, Slot.CLIENT: client}
 
-    def __init__(
-        self,
-        planned: Sequence[PlannedProcess],
-        config: RunConfig,
-        folder: Path,
-        *,
-        link: TrainerLink,
-        server_url: str,
-        supervisor: Supervisor,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._planned = planned
-        self._config = config.workers
-        self._folder = folder
-        self._link = link
-        self._server_url = server_url
-        self._supervisor = supervisor
-        self._clock = clock
-        self._secrets = worker_secrets(os.environ)
-        self._running: dict[int, Child] = {}
-        self._names: dict[int, list[str]] = {number: [] for number in range(len(planned))}
-        self._needed_at = clock()
+        def on_death(incarnation: int, code: int, name: str = name, number: int = number) -> None:
+            link.release_client(f"{name}-{incarnation}", f"worker {number} died with code {code}")
 
-    @property
-    def number(self) -> int:
-        return len(self._running)
-
-    async def start(self) -> None:
-        for number, process in enumerate(self._planned):
-            if not process.on_demand:
-                await self._start(number)
-
-    async def follow_demand(self, pause_s: float = SCALE_S) -> None:
-        try:
-            while self._config.max_count > self._config.count:
-                await asyncio.sleep(pause_s)
-                await self.scale()
-        except (OSError, WorkerError) as error:
-            self._supervisor.fail(error)
-
-    async def scale(self) -> None:
-        demand = self._link.demand
-        episodes = demand.waiting + sum(demand.own_claims.values())
-        wanted = max(-(-episodes // self._config.concurrency), self._config.count)
-        for number in range(len(self._planned)):
-            if self.number < wanted and number not in self._running:
-                await self._start(number)
-        if wanted >= self.number:
-            self._needed_at = self._clock()
-        elif self._clock() - self._needed_at >= IDLE_S:
-            await self._stop_idle(self.number - wanted, demand.own_claims)
-
-    async def _stop_idle(self, at_most: int, claims: Mapping[str, int]) -> None:
-        idle = [number for number in self._running if self._names[number][-1] not in claims]
-        spare = [number for number in sorted(idle, reverse=True) if self._planned[number].on_demand]
-        chosen = [self._running.pop(number) for number in spare[:at_most]]
-        await asyncio.gather(*(self._supervisor.retire(child) for child in chosen))
-
-    async def _start(self, number: int) -> None:
-        names = self._names[number]
-        first = len(names)
-
-        def values(incarnation: int) -> dict[str, str]:
-            name = f"{self._link.own_clients}{number}-{first + incarnation}"
-            if name not in names:
-                names.append(name)
-                remember_worker(self._folder, name)
-            return {Slot.SERVER: self._server_url, Slot.CLIENT: name}
-
-        def on_death(incarnation: int, code: int) -> None:
-            self._link.release_client(names[first + incarnation], f"worker {number} died with code {code}")
-
-        child = self._planned[number].child(self._folder, values, self._secrets)
+        child = process.child(folder, values, secrets)
         child.on_death = on_death
-        self._running[number] = child
-        await self._supervisor.start(child)
+        await supervisor.start(child)
 
 
 def worker_secrets(environ: Mapping[str, str]) -> dict[str, str]:

@@ -95,7 +95,6 @@ class Child:
     """Exit codes that a restart would not change: bad configuration, a port in use, a full disk."""
 
     restarts: int = 0
-    retired: bool = False  # It is not restarted.
     process: Started | None = field(default=None, repr=False)
 
     fds: Sequence[int] = ()  # Inherited on this machine.

@@ -42,7 +42,6 @@ class PlannedProcess:
     on_trainer_machine: bool = False
     restarts: int = 0
     after: tuple[str, ...] = ()  # Processes that must be ready first.
-    on_demand: bool = False
 
     @property
     def log(self) -> str:
@@ -118,7 +117,6 @@ def _without(keys: Collection[str], process: PlannedProcess) -> PlannedProcess:
 def server_process(
     folder: Path,
     *,
-    max_restarts: int = MAX_RESTARTS,
     secrets: tuple[str, ...] = (),
     serve_model: bool = False,
     log_format: LogFormat = "text",
@@ -130,7 +128,7 @@ def server_process(
         environment=_logging(log_format),
         secrets=(CLIENT_TOKEN, ADMIN_TOKEN, *secrets),
         on_trainer_machine=True,
-        restarts=max_restarts,
+        restarts=MAX_RESTARTS,
     )
 
 
@@ -270,9 +268,8 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
             resources=Resources(workers.cpus),
             restarts=MAX_RESTARTS,
             after=(SERVER_PROCESS,),
-            on_demand=number >= workers.count,
         )
-        for number in range(max(workers.count, workers.max_count))
+        for number in range(workers.count)
     ]
 
 

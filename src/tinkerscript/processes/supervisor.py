@@ -64,10 +64,6 @@ class Supervisor:
         if child.process is not None and child.process.returncode is None:
             child.process.kill()
 
-    async def retire(self, child: Child) -> None:
-        child.retired = True
-        await self._stop(child)
-
     async def failed(self) -> None:
         """Raise ChildFailedError when a child cannot run or dies too often."""
         assert self._failure is not None
@@ -90,7 +86,7 @@ class Supervisor:
             assert child.process is not None
             began = time.monotonic()
             code = await child.process.wait()
-            if self._stopping.is_set() or child.retired:
+            if self._stopping.is_set():
                 return
             child.on_death(child.restarts, code)
             quick_deaths = 0 if time.monotonic() - began > STABLE_AFTER_S else quick_deaths + 1
@@ -101,9 +97,9 @@ class Supervisor:
             end = child.process.describe_end()
             self._note(f"{child.name} died ({end}); starting it again in {pause:.1f} s")
             stopped = await self._stopped_within(pause)
-            while not (stopped or child.retired or child.may_restart()):
+            while not (stopped or child.may_restart()):
                 stopped = await self._stopped_within(BACKOFF_S[0])
-            if stopped or child.retired:
+            if stopped:
                 return
             child.restarts += 1
             await self._spawn(child)

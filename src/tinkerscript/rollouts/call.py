@@ -24,6 +24,9 @@ FloatArray = npt.NDArray[np.float32]
 # Weights that the trainer never published. Their samples do not train.
 FOREIGN_POLICY = -1
 
+# Bytes per token; DeepSeek V3 has 928.
+MAX_EXPERTS = 4096
+
 StopReason = Literal["stop", "length"]
 """`stop`: the last sampled token ended the turn. `length`: the token limit did."""
 
@@ -172,6 +175,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """(policy version, index of its first id), in order, if weights changed during the call. Empty:
     `policy_version` sampled everything, or it is unknown where they changed."""
 
+    experts: bytes = b""
+    """Experts of a mixture, for each id of `new_prompt` and `sampled`: what the routers chose at the position
+    before it. Ids [layers, k] in order of computation, uint8 (int16 from 256 experts on), all bits set where
+    unknown. Empty: not recorded."""
+
     images: list[PlacedImage] = []
     """Images of `new_prompt`, in order."""
 
@@ -189,14 +197,23 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
                 f"the {len(self.sampled) // 4} sampled ids, got {list(self.constrained)}"
             )
 
+        tokens = self.new_tokens
+        if self.experts and (len(self.experts) % (tokens or 1) or len(self.experts) > MAX_EXPERTS * tokens):
+            raise ValueError(
+                f"call {self.call_id}: `experts` needs the same number of bytes for each of {tokens} ids, "
+                f"at most {MAX_EXPERTS}, and has {len(self.experts)} in all"
+            )
+
     @property
     def size(self) -> int:
         texts = (self.messages, self.reply, self.tools)
-        return (
-            sum(map(utf8_size, texts))
-            + sum(map(len, (self.new_prompt, self.sampled, self.logprobs, self.constrained)))
-            + sum(len(image.data) for image in self.images)
-        )
+        parts = (self.new_prompt, self.sampled, self.logprobs, self.constrained, self.experts)
+        images = (image.data for image in self.images)
+        return sum(map(utf8_size, texts)) + sum(map(len, (*parts, *images)))
+
+    @property
+    def new_tokens(self) -> int:
+        return (len(self.new_prompt) + len(self.sampled)) // 4
 
     @property
     def reply_tokens(self) -> int:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from tinkerscript.rollouts.call import Call, PlacedImage, calls_of, moved_images, unpack_logprobs
-from tinkerscript.rollouts.rollout import Rollout, Segment
+from tinkerscript.rollouts.rollout import ByteArray, Rollout, Segment
+
+NOT_RECORDED = 255  # Every byte of experts that were not recorded.
 
 TAIL_BYTES = 8 * 4  # The last 8 ids are part of a sequence's key.
 FORK_CANDIDATES = 32  # Newest sequences to search for the longest shared prefix.
@@ -40,7 +42,7 @@ class _Sequence:
     def key(self) -> Key:
         return len(self.data), bytes(self.data[-TAIL_BYTES:])
 
-    def close(self, episode_uuid: str, trains_constrained: bool) -> Rollout:
+    def close(self, episode_uuid: str, trains_constrained: bool, calls: Mapping[str, Call]) -> Rollout:
         tokens = np.frombuffer(self.data, dtype="<i4")
         tokens.flags.writeable = False
         sampled = np.zeros(len(tokens), dtype=np.bool_)
@@ -61,6 +63,7 @@ class _Sequence:
             tuple(self.segments),
             parent=self.parent,
             fork=self.fork,
+            experts=_experts(self.segments, len(tokens), calls),
             images=tuple(self.images),
         )
 
@@ -175,7 +178,30 @@ def merge_calls(
         sequence.segments.append(Segment(call, start, len(sequence.data) // 4))
         sequences.put(sequence)
         streams[call.call_id] = _Stream(sequence, len(sequence.data), b"", sequence.images)
-    return tuple(sequence.close(episode_uuid, trains_constrained) for sequence in sequences.all)
+    known = {call.call_id: call for call in calls} if any(call.experts for call in calls) else {}
+    return tuple(sequence.close(episode_uuid, trains_constrained, known) for sequence in sequences.all)
+
+
+def _experts(segments: Sequence[Segment], length: int, calls: Mapping[str, Call]) -> ByteArray | None:
+    """`Rollout.experts`. `calls`: by id. Before a fork, the parents' calls recorded them."""
+    widths = {len(call.experts) // call.new_tokens for call in calls.values() if call.experts}
+    if not widths:
+        return None
+    if len(widths) > 1:
+        return np.empty((length, 0), np.uint8)
+    (width,) = widths
+    rows = np.full((length, width), NOT_RECORDED, np.uint8)
+    done = 0
+    for segment in segments:
+        call: Call | None = segment.call
+        end = segment.end
+        while call is not None and end > done:
+            begin = end - call.new_tokens
+            if call.experts:
+                rows[begin:end] = np.frombuffer(call.experts, np.uint8).reshape(-1, width)
+            end, call = begin, calls.get(call.parent_id or "")
+        done = segment.end
+    return rows
 
 
 def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:

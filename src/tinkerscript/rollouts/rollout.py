@@ -20,6 +20,7 @@ from tinkerscript.errors import MAX_REWARD
 from tinkerscript.rollouts.call import Call, FloatArray, IntArray, PlacedImage
 
 BoolArray = npt.NDArray[np.bool_]
+ByteArray = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,10 @@ class Rollout:
 
     fork: int = 0
     """Number of leading tokens shared with it."""
+
+    experts: ByteArray | None = None
+    """uint8 [T, bytes]: experts that a mixture's routers chose at the position before the token, as in
+    `Call.experts`. None: not recorded. 0 bytes: recorded by different models."""
 
     images: tuple[PlacedImage, ...] = ()
 

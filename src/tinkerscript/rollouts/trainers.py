@@ -1,10 +1,10 @@
-"""Rollouts in the formats of other trainers: Tinker, verl, TRL, SkyRL and AReaL.
+"""Rollouts in the formats of other trainers: Tinker, verl and TRL.
 
 If a format cannot hold something that a rollout has (`TRAITS`), its converter raises ConversionError with
 the trait's name, unless the caller accepts the loss (`allow`). A sequence that fails the alignment check is
 never converted.
 
-Needs only numpy, except Tinker's part (tinker), `to_verl` and `to_areal` (torch).
+Needs only numpy, except Tinker's part (tinker) and `to_verl` (torch).
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.advantages import RolloutBatch, RolloutGroup, WeightedRollout, padded
 from tinkerscript.rollouts.alignment.checks import ERRORS, find_errors
 from tinkerscript.rollouts.call import Call, FloatArray, full_prompts
-from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout
+from tinkerscript.rollouts.rollout import ByteArray, EpisodeRollouts, Rollout
 
 if TYPE_CHECKING:
     import tinker
@@ -55,10 +56,11 @@ _OTHER_TRAINERS_MAY = frozenset({"greedy", "raw_logprobs_at_temperature"})
 
 class _Row(NamedTuple):
     group_id: str
-    number: int
     episode: EpisodeRollouts
     rollout: Rollout
 
+
+Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
 Fields = Mapping[str, Callable[[_Row], Any]]
 
@@ -91,17 +93,17 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
     return to_training_datum(weighted)
 
 
-def to_training_datum(weighted: WeightedRollout, **more: FloatArray) -> tinker.Datum:
+def to_training_datum(weighted: WeightedRollout, **more: Numbers) -> tinker.Datum:
     """Convert a rollout that passed the alignment check to a Datum for a policy-gradient loss.
 
-    `more`, here and below: further inputs of the loss, float32 [T] each.
+    `more`, here and below: further inputs of the loss, float32 [T] each, or `packed_experts`.
     """
     rollout = weighted.rollout
     reference = rollout.logprobs if weighted.reference is None else weighted.reference
     return _datum(rollout, logprobs=reference, advantages=weighted.advantages, **more)
 
 
-def to_scoring_datum(rollout: Rollout, **more: FloatArray) -> tinker.Datum:
+def to_scoring_datum(rollout: Rollout, **more: Numbers) -> tinker.Datum:
     """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on tokens with loss.
 
     For `forward`, and for supervised training on samples.
@@ -109,7 +111,13 @@ def to_scoring_datum(rollout: Rollout, **more: FloatArray) -> tinker.Datum:
     return _datum(rollout, weights=rollout.loss_mask.astype(np.float32), **more)
 
 
-def _datum(rollout: Rollout, **inputs: FloatArray) -> tinker.Datum:
+def packed_experts(rows: ByteArray) -> npt.NDArray[np.int64]:
+    """uint8 [T, bytes] -> int64 [T, bytes / 8, rounded up]. Tinker's tensors have no bytes."""
+    padding = np.zeros((len(rows), -rows.shape[1] % 8), np.uint8)
+    return np.hstack([rows, padding]).view("<i8")
+
+
+def _datum(rollout: Rollout, **inputs: Numbers) -> tinker.Datum:
     import tinker  # noqa: PLC0415 (optional dependency)
 
     return tinker.Datum(
@@ -146,47 +154,6 @@ def to_trl(groups: Sequence[RolloutGroup], *, allow: Collection[str] = ()) -> di
     if len(sizes) != 1:
         raise ConversionError(f"TRL finds groups by their size, which must be the same for all: got {sizes}")
     return _columns(TRL_FIELDS, _rows(groups, "TRL's rollout", (), allow))
-
-
-# SkyRL (NovaSky-AI/SkyRL, `skyrl/train/generators/base.py`, 0.3)
-
-SKYRL_FIELDS: Fields = {
-    "prompt_token_ids": lambda row: row.rollout.prompt_tokens.tolist(),
-    "response_ids": lambda row: row.rollout.response_tokens.tolist(),
-    "loss_masks": lambda row: row.rollout.response_loss_mask.astype(int).tolist(),
-    "stop_reasons": lambda row: row.rollout.segments[-1].call.stop_reason,
-    "rollout_logprobs": lambda row: row.rollout.response_logprobs.tolist(),
-}
-
-SKYRL_NONE = (
-    "rollout_metrics",
-    "trajectory_generation_times",
-    "rollout_expert_indices",
-    "is_last_step",
-    "env_metrics",
-    "pixel_values",
-    "image_grid_thw",
-)
-
-
-def to_skyrl(
-    batch: RolloutBatch, *, trajectory_id: Callable[[str, int], Any], allow: Collection[str] = ()
-) -> dict[str, Any]:
-    """Convert a batch of B episodes to SkyRL's `GeneratorOutput`, a dictionary of lists [B].
-
-    `rewards` are per episode, or per token [R] if any episode has token rewards or ends without loss.
-    `trajectory_id` is SkyRL's class `TrajectoryID`, called with group id and episode index; SkyRL compares
-    rows with the same id. Raises ConversionError.
-    """
-    rows = _rows(batch.groups, "SkyRL's output", {"token_rewards"}, allow)
-    # SkyRL puts an episode's reward on its last token, where some estimators drop it without loss.
-    by_token = any(row.rollout.shaped or not row.rollout.loss_mask[-1] for row in rows)
-    return {
-        **_columns(SKYRL_FIELDS, rows),
-        "rewards": [_reward_at_end(row).tolist() if by_token else row.episode.reward for row in rows],
-        "trajectory_ids": [trajectory_id(row.group_id, row.number) for row in rows],
-        **dict.fromkeys(SKYRL_NONE),
-    }
 
 
 # verl (volcengine/verl, `DataProto`, 0.9)
@@ -248,52 +215,6 @@ def _width(what: str, rows: Sequence[np.ndarray], wanted: int | None) -> int:
     return longest if wanted is None else wanted
 
 
-# AReaL (inclusionAI/AReaL, `areal/workflow/rlvr.py`, 1.0)
-
-AREAL_FIELDS: Fields = {
-    "input_ids": lambda row: row.rollout.tokens,
-    "loss_mask": lambda row: row.rollout.loss_mask.astype(np.int32),
-    "logprobs": lambda row: row.rollout.logprobs,
-    "attention_mask": lambda row: np.ones(len(row.rollout.tokens), np.bool_),
-    "versions": lambda row: _versions(row.rollout),
-}
-
-AREAL_FILL: Mapping[str, int] = {"versions": -1}  # Also for tokens not sampled.
-
-
-def to_areal(group: RolloutGroup, *, pad_token_id: int = 0, allow: Collection[str] = ()) -> dict[str, Any]:
-    """Convert a group of G episodes to padded tensors [G, T], as an AReaL workflow returns them.
-
-    input_ids, loss_mask, versions int32, logprobs float32 and attention_mask bool [G, T], unshifted;
-    rewards float32 [G]. A version is the oldest that may have sampled the token. AReaL propagates the
-    reward from the last token through the mask, so that token must carry loss. Raises ConversionError.
-    """
-    import torch  # noqa: PLC0415 (optional dependency)
-
-    rows = _rows([group], "AReaL's trajectory", (), allow)
-    for row in rows:
-        if not row.rollout.loss_mask[-1]:
-            raise ConversionError(
-                "AReaL's trajectory takes its reward at the last token; that of episode "
-                f"{row.episode.episode_uuid} carries no loss, so the reward would be lost: leave "
-                "the episode out"
-            )
-    width, fill = max(len(row.rollout.tokens) for row in rows), {"input_ids": pad_token_id, **AREAL_FILL}
-    arrays = {
-        name: padded([of(row) for row in rows], width, fill.get(name, 0)) for name, of in AREAL_FIELDS.items()
-    }
-    arrays["rewards"] = np.array(group.rewards, dtype=np.float32)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _versions(rollout: Rollout) -> np.ndarray:
-    versions = np.full(len(rollout.tokens), AREAL_FILL["versions"], np.int32)
-    for segment in rollout.segments:
-        for version, span in segment.versions:
-            versions[span] = version
-    return versions
-
-
 # Shared by the converters
 
 
@@ -306,7 +227,7 @@ def _rows(
 ) -> list[_Row]:
     rows: list[_Row] = []
     for group in groups:
-        for number, episode in enumerate(group.episodes):
+        for episode in group.episodes:
             refuse_episode_errors(episode, form)
             traits = [trait for rollout in episode.rollouts for trait in _traits(rollout)]
             if len(episode.rollouts) > 1:
@@ -318,7 +239,7 @@ def _rows(
                     f"{form} has one row for an episode; episode {episode.episode_uuid} has "
                     f"{len(episode.rollouts)} sequences"
                 )
-            rows.append(_Row(group.group_id, number, episode, episode.rollouts[0]))
+            rows.append(_Row(group.group_id, episode, episode.rollouts[0]))
     if not rows:
         raise ConversionError("the batch has no episodes")
     return rows

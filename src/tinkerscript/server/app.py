@@ -202,7 +202,6 @@ async def create_server(
         keys=keys,
         claims=claims,
         roles=roles,
-        metrics=metrics,
         config=config,
         gateway_ports=() if gateways is None else gateways.ports,
         run=run_dir.name,

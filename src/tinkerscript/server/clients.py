@@ -95,6 +95,8 @@ class Clients:
     # Clients with tokens of their own
 
     def account(self, client: str) -> str:
+        if not self._max_claims:
+            return ""
         name, slash, _ = client.partition("/")
         return name if slash and name in self._max_claims else ""
 

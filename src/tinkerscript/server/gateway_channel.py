@@ -239,7 +239,7 @@ class ClaimService:
         """`ready` is called when the process accepts connections."""
         self._number = number
         self._claims = claims
-        self._samples = SampleService(sampler.sample, send, relays=True)
+        self._samples = SampleService(sampler.sample, send)
         self._send = send
         self._ready = ready
         self._begun: dict[int, tuple[AskBegin, int]] = {}

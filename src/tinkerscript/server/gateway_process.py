@@ -15,10 +15,8 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from tinkerscript import tracing
 from tinkerscript.asgi import Refusals, SiteGuard, in_front
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.dialects import REFUSAL_BODIES
@@ -85,7 +83,7 @@ class GatewayProcess:
         ):
             self._gateway = gateway_of(config, claims=self._claims, sampler=sampler, outside=outside)
             app = self._app(self._gateway, any_host=setup.any_host)
-            http = http_server(_traced(app), section)
+            http = http_server(app, section)
             serving = asyncio.create_task(http.serve(sockets=[listener]))
             try:
                 await http.ready.wait()
@@ -138,16 +136,3 @@ class GatewayProcess:
         app.include_router(gateway.router, prefix=self._path)
         front = in_front(app, models=routes, refusals=refusals)
         return SiteGuard(front, any_host=any_host, refusals=refusals)
-
-
-def _traced(app: ASGIApp) -> ASGIApp:
-    """Make each request run under the trace span that it names."""
-    if not tracing.is_on():
-        return app
-
-    async def with_span(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            tracing.came_with(Headers(scope=scope).get(tracing.HEADER, ""))
-        await app(scope, receive, send)
-
-    return with_span

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from tinkerscript.logs import about
 from tinkerscript.protocol import (
     NO_EPISODES,
     RUN_FINISHED,
-    TRAINER_POOL,
     WEIGHT_SYNCING,
     ClaimEpisodeRequest,
     ClaimType,
@@ -48,11 +46,10 @@ from tinkerscript.server.episodes.record import (
     ClosedClaim,
     EpisodeRecord,
     restored,
-    rows_of,
+    write_changes,
 )
 from tinkerscript.server.metrics import ServerMetrics
-from tinkerscript.tracing import claim_over, is_on
-from tinkerscript.trainer_link.messages import BatchProgress, Demand, Hello, NewEpisode, check_episode
+from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
 
 ROLLING: EngineStatus = "ENGINE.ROLLING"  # The only status in which episodes are handed out.
 
@@ -198,7 +195,7 @@ class Interchange:
         """Write the book's changes to the ledger, and notify whom they concern."""
         changes = self.book.take_changes()
         changed = [*changes.added.values(), *changes.saved.values()]
-        self._ledger.note(rows_of(changes))
+        write_changes(self._ledger, changes)
         for closed in changes.closed:
             self._watch(closed)
             for forget in self._forget:
@@ -209,7 +206,8 @@ class Interchange:
                     closed.episode.sequence,
                     closed.attempt,
                 )
-        self._metrics.count_requeues(sum(c.episode.state == "registered" for c in changes.closed))
+        if requeued := sum(closed.episode.state == "registered" for closed in changes.closed):
+            self._metrics.count_requeues(requeued)
         self._wake_clients(changed)
         self._announce(changed)
         deadline = self.book.leases.next_deadline()
@@ -217,8 +215,6 @@ class Interchange:
             self._earlier_deadline.set()
 
     def _watch(self, closed: ClosedClaim) -> None:
-        if is_on():
-            _export(closed)
         client = closed.episode.claimants[closed.attempt - 1]
         self.clients.closed(client)
         if closed.counts:
@@ -310,7 +306,7 @@ class Interchange:
     def stop_client(self, client: str) -> None:
         """Requeue the client's episodes and give it no more. `NAME/` stops an account."""
         self.clients.stop(client)
-        for name in self.book.claims_by_client(client) if client.endswith("/") else (client,):
+        for name in self.book.clients_named(client) if client.endswith("/") else (client,):
             self.book.release_client(name, "an operator has stopped the client", kind=CLIENT_STOPPED)
         self.settle()
 
@@ -501,11 +497,6 @@ class Interchange:
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
-    def demand(self) -> Demand:
-        prefix = self.clients.own_prefix
-        own = self.book.claims_by_client(prefix) if prefix else {}
-        return Demand(waiting=self.book.counts.waiting(TRAINER_POOL), own_claims=own)
-
     def trainer_says(self, hello: Hello) -> None:
         engine = self.engine
         if engine.booting and hello.engine_status == "ENGINE.OFFLINE":
@@ -640,13 +631,6 @@ def _is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _export(closed: ClosedClaim) -> None:
-    episode, now = closed.episode, time.time()
-    failed = next((each.kind for each in episode.failures if each.attempt == closed.attempt), "")
-    outcome = "ended" if closed.counts else failed
-    claim_over(episode.uuid, closed.attempt, began=episode.claimed_at, ended=now, outcome=outcome)
 
 
 def _request_key(request: ClaimEpisodeRequest) -> RequestKey | None:

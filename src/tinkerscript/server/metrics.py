@@ -1,4 +1,4 @@
-"""The server's metrics, in its own Prometheus registry, with those of the run's other processes.
+"""The server's metrics, in its own Prometheus registry, with the trainer's.
 
 Episodes are counted in the book at each scrape, so counts survive a restart; other counters begin at 0. The
 number of series never depends on what clients send.
@@ -6,17 +6,13 @@ number of series never depends on what clients send.
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from tinkerscript.protocol import WorkerReport
 from tinkerscript.server.episodes.book import EpisodeBook
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -29,12 +25,10 @@ MAX_TRAINERS_BYTES = 2**20
 
 
 class ServerMetrics:
-    def __init__(self, book: EpisodeBook, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, book: EpisodeBook) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_BookCollector(book))
         ProcessCollector(namespace="tinkerscript_server", registry=self._registry)
-        self.workers = WorkerReports(clock)
-        self._registry.register(self.workers)
         self._claims = self._counter("claims", "Claims made.")
         self._requeues = self._counter("requeues", "Episodes registered again after a lost claim.")
         self._expired_claims = self._counter("expired_claims", "Claims whose lease ran out.")
@@ -99,63 +93,6 @@ class ServerMetrics:
 
     def render(self) -> bytes:
         return generate_latest(self._registry) + self._trainers
-
-
-@dataclass(slots=True)
-class _Reported:
-    report: WorkerReport
-    at: float
-
-
-class WorkerReports(Collector):
-    """Sums over workers. Series per worker would multiply with every restart."""
-
-    MAX_WORKERS = 10_000
-    FRESH_S = 45.0
-    """Live workers report more often."""
-
-    OUTCOMES = ("ended", "failed", "lost", "handed_back")
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._last: OrderedDict[str, _Reported] = OrderedDict()
-        self._episodes = dict.fromkeys(self.OUTCOMES, 0)
-        self._cpu_s = 0.0
-
-    def add(self, client_uuid: str, report: WorkerReport) -> None:
-        """Counts add up within one process."""
-        known = self._last.pop(client_uuid, None)
-        before = known.report if known and known.report.process == report.process else None
-        before = before or WorkerReport(process="")
-        for outcome in self.OUTCOMES:
-            self._episodes[outcome] += max(0, getattr(report, outcome) - getattr(before, outcome))
-        self._cpu_s += max(0.0, report.cpu_s - before.cpu_s)
-        self._last[client_uuid] = _Reported(report, self._clock())
-        if len(self._last) > self.MAX_WORKERS:
-            self._last.popitem(last=False)
-
-    def collect(self) -> Iterator[Metric]:
-        oldest = self._clock() - self.FRESH_S
-        alive = [each.report for each in self._last.values() if each.at >= oldest]
-        gauges = {
-            "workers": ("Worker processes that have reported lately.", len(alive)),
-            "worker_concurrency": ("Episodes that they run at once.", sum(w.concurrency for w in alive)),
-            "worker_running": ("Episodes that they run now.", sum(w.running for w in alive)),
-            "worker_resident_memory_bytes": ("Their memory.", sum(w.resident_bytes for w in alive)),
-            "worker_largest_resident_memory_bytes": (
-                "That of the largest.",
-                max((w.resident_bytes for w in alive), default=0),
-            ),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"tinkerscript_{name}", text, value)
-        episodes = CounterMetricFamily(
-            "tinkerscript_worker_episodes", "Episodes of workers by how they ended.", labels=["outcome"]
-        )
-        for outcome, number in self._episodes.items():
-            episodes.add_metric([outcome], number)
-        yield episodes
-        yield CounterMetricFamily("tinkerscript_worker_cpu_seconds", "Their processor time.", self._cpu_s)
 
 
 class _BookCollector(Collector):

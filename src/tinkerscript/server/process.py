@@ -23,12 +23,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from tinkerscript import __version__, tracing
+from tinkerscript import __version__
 from tinkerscript.access_tokens import Roles
 from tinkerscript.addresses import (
     SERVER_FILE,
@@ -188,8 +187,6 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.server is not None:
-            if tracing.is_on() and scope["type"] == "http":
-                tracing.came_with(Headers(scope=scope).get(tracing.HEADER, ""))
             await self.server.app(scope, receive, send)
         elif scope["type"] == "http":
             await self._answer(scope)(scope, receive, send)

@@ -213,8 +213,7 @@ class TrainerMessageHandler:
     def _hello(self, hello: Hello) -> None:
         self._interchange.trainer_says(hello)
         quarantined = self._interchange.clients.quarantined()
-        demand = self._interchange.demand()
-        self._interchange.when_committed(partial(self._link.welcome, hello.number, quarantined, demand))
+        self._interchange.when_committed(partial(self._link.welcome, hello.number, quarantined))
 
     def _register(self, message: Register) -> None:
         registered = list[str]()
@@ -325,7 +324,7 @@ class TrainerMessageHandler:
         query = "SELECT uuid FROM {s}episodes WHERE sequence = ?"
         ((uuid,),) = await self._ledger.read(query, (request.episode,))
         await self._interchange.recall([uuid])
-        outcome = await self._outcomes.outcome(self._interchange.book.get(uuid))
+        (outcome,) = await self._outcomes.outcomes([self._interchange.book.get(uuid)])
         found = outcome if isinstance(outcome, EpisodeAccepted) else None
         return Fetched(request_id=request.request_id, outcome=found)
 
@@ -414,7 +413,7 @@ class OutcomeStream:
                 self._book.offer_failure(episode.uuid)
             if first_offers:
                 await self._interchange.commit()
-            outcomes = [await self.outcome(each) for each in episodes]
+            outcomes = await self.outcomes(episodes)
         except StoreError:
             raise
         except Exception as error:
@@ -432,10 +431,15 @@ class OutcomeStream:
                 limit = f"a message to the trainer carries {MAX_MESSAGE_BYTES}"
                 await self._give_up(episode, f"the result and its calls have {size} bytes; {limit}", reading)
 
-    async def outcome(self, episode: EpisodeRecord) -> Outcome:
+    async def outcomes(self, episodes: Sequence[EpisodeRecord]) -> list[Outcome]:
+        """Their calls are read together, which is faster."""
+        claims = [(each.sequence, each.attempt) for each in episodes if each.state == "ended"]
+        calls = dict(zip(claims, await self._ledger.calls(claims), strict=True))
+        return [await self._outcome(each, calls.get((each.sequence, each.attempt), [])) for each in episodes]
+
+    async def _outcome(self, episode: EpisodeRecord, calls: list[Call]) -> Outcome:
         if episode.state == "failed":
             return outcome_of(episode)
-        (calls,) = await self._ledger.calls([(episode.sequence, episode.attempt)])
         result = episode.result
         if not result:
             query = "SELECT result FROM {s}results WHERE episode = ?"
@@ -462,7 +466,7 @@ class OutcomeStream:
 
 def _size_of(outcome: Outcome) -> int:
     calls = list[Call]()
-    if isinstance(outcome, EpisodeAccepted):
+    if isinstance(outcome, EpisodeAccepted) and outcome.all_calls:
         calls, outcome = outcome.all_calls, msgspec.structs.replace(outcome, all_calls=[])
     size = len(msgspec.msgpack.encode(outcome))
     return OVERHEAD + size + sum(OVERHEAD + call.size for call in calls)

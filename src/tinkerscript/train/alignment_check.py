@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from tinkerscript.config import TrainingConfig
+from tinkerscript.engine.routing import Routing
 from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport, find_errors, find_warnings
@@ -44,6 +45,9 @@ class TrainedModel:
     scales_logits: bool = True
     """Whether tokens are scored at their sampling temperatures."""
 
+    routing: Routing | None = None
+    """How the experts are chosen that training replays."""
+
     @classmethod
     def of(cls, folder: Path, backend: TrainerBackend, *, scales_logits: bool = True) -> TrainedModel:
         """`scales_logits`: False if another scorer, such as a teacher, ignores temperatures."""
@@ -60,7 +64,18 @@ class TrainedModel:
             retokenise=retokenise,
             is_embedded=backend.scales_logits,
             scales_logits=backend.scales_logits and scales_logits,
+            routing=backend.routing,
         )
+
+    def takes_experts(self, rollout: Rollout) -> bool:
+        """False if the sequence has experts that the model cannot replay."""
+        if self.routing is None or rollout.experts is None:
+            return True
+        try:
+            self.routing.unpacked(rollout.experts)
+        except ValueError:
+            return False
+        return True
 
 
 class AlignmentCheck:
@@ -103,6 +118,8 @@ class AlignmentCheck:
                 refuse_constrained=self._config.constrained_tokens == "refuse",
                 scales_logits=self._model.scales_logits,
             )
+            if not self._model.takes_experts(rollout):
+                errors.append("experts_of_another_model")
             warnings = find_warnings(rollout, stop_ids=self._model.stop_ids, tokenizer=self._model.tokenizer)
             self._report.add_warnings(warnings)
             for name, count in warnings.items():

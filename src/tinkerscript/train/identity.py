@@ -21,9 +21,6 @@ from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, sync, write_atom
 from tinkerscript.ledger.history import LAST_STEP, check_covers
 from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
 
-# Version 0.1's ledger.
-FORMER_JOURNAL = "journal.jsonl"
-
 
 def check_unused(path: Path) -> None:
     """Raises ConfigError if a new run cannot use the folder."""
@@ -51,13 +48,7 @@ def check_unused(path: Path) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """Raises ConfigError for damaged files, files of several runs, or version 0.1."""
-    if (path / FORMER_JOURNAL).exists():
-        raise ConfigError(
-            f"{path} was made by tinkerscript 0.1 ({FORMER_JOURNAL}), and this version has a ledger in its "
-            "place: continue with that version, or start a new run from one of its checkpoints "
-            "(engine.checkpoint)"
-        )
+    """Raises ConfigError for damaged files, or files of several runs."""
     run_id = _read(path / RUN_ID)
     if not run_id and holds_run(path):
         raise ConfigError(f"{path} has no {RUN_ID}, which identifies the run of {LEDGER_FILE}: put it back")

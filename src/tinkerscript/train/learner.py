@@ -18,6 +18,7 @@ from tinker.types import LossFnType
 from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.image_features import with_images
 from tinkerscript.engine.losses import (
+    CHOSEN_EXPERTS,
     CLIP,
     COVARIANT,
     MASK,
@@ -41,7 +42,7 @@ from tinkerscript.rollouts.call import FloatArray, calls_of
 from tinkerscript.rollouts.credit import Credit
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
-from tinkerscript.rollouts.trainers import to_scoring_datum, to_training_datum
+from tinkerscript.rollouts.trainers import Numbers, packed_experts, to_scoring_datum, to_training_datum
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
 from tinkerscript.train.backends.backend import (
     SKIPPED,
@@ -491,10 +492,16 @@ class Learner:
             more |= self._inputs.get(id(item.rollout), {})
         return with_images(to_training_datum(item.scaled(1 / count), **more), item.rollout.images)
 
-    def _more(self, rollout: Rollout) -> dict[str, FloatArray]:
+    def _more(self, rollout: Rollout) -> dict[str, Numbers]:
         if not self._is_embedded:
             return {}
-        return {MASK: rollout.loss_mask.astype(np.float32), TEMPERATURES: rollout.temperatures}
+        more: dict[str, Numbers] = {
+            MASK: rollout.loss_mask.astype(np.float32),
+            TEMPERATURES: rollout.temperatures,
+        }
+        if self.model.routing is not None and rollout.experts is not None:
+            more[CHOSEN_EXPERTS] = packed_experts(rollout.experts)
+        return more
 
     def _clipped(self, part: Sequence[WeightedRollout], logprobs: Sequence[FloatArray]) -> dict[str, float]:
         if not self._clips or len(logprobs) < len(part):

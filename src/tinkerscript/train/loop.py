@@ -19,7 +19,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from tinkerscript.tracing import is_on, span
 from tinkerscript.train.backends.backend import STEP_GRACE_S, finish_despite_cancel
 from tinkerscript.train.checkpoints import RunCheckpoints
 from tinkerscript.train.collector import Collector
@@ -34,7 +33,7 @@ from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_log import StepLog
 from tinkerscript.train.step_metrics import StepMetric
 from tinkerscript.train.stream import GroupStream, TrainingStep
-from tinkerscript.train.update import PolicyUpdate, claims_of
+from tinkerscript.train.update import PolicyUpdate
 
 
 class TrainingLoop:
@@ -157,12 +156,10 @@ class TrainingLoop:
         # They may train in the next batch.
         self._source.set_status(usable_versions=self._lags.usable(step.number))
         with self.parts.progress.waiting(f"step {step.number} to train"):
-            links = claims_of(step) if is_on() else ()
             async with self.policy.resting():
-                with span("train step", step=step.number, links=links):
-                    await self._update.check(step)
-                    self._mid_step = True
-                    learned = await self._update.train(step)
+                await self._update.check(step)
+                self._mid_step = True
+                learned = await self._update.train(step)
             self.step = step.number
             began = time.monotonic()
             step.policy_version = await self._publish()

@@ -287,6 +287,7 @@ class Policy:
             max_tokens=request.max_tokens - len(whole.sampled) // 4,
             num_samples=1,
             seed=seed,
+            known=(len(request.prompt) + len(whole.sampled)) // 4 if whole.sampled else request.known,
         )
 
     async def failed(self) -> NoReturn:
@@ -296,7 +297,7 @@ class Policy:
         raise self._fault
 
 
-_ARRAYS = (*SampledTokens.__struct_fields__, "constrained")
+_ARRAYS = (*SampledTokens.__struct_fields__, "constrained", "experts")
 
 _NOTHING = SampledSequence(stop_reason="length", is_cut=True)
 

@@ -33,11 +33,11 @@ from tinkerscript.ledger.history import History, Tally
 from tinkerscript.model_folder import model_folder
 from tinkerscript.processes.children import (
     ServerAddress,
-    Workers,
     former_server_gone,
     launched_ranks,
     release_former_workers,
     server_address,
+    start_workers,
     worker_command,
 )
 from tinkerscript.processes.in_process import ServerHere
@@ -85,7 +85,6 @@ async def run_training(
     *,
     path: Path | None = None,
     join: bool = False,
-    on_server: Callable[[str], object] = lambda url: None,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
     """Train as `config` says; returns the run's folder, with results in summary.json.
@@ -106,7 +105,7 @@ async def run_training(
         stack.callback(folder.close)
         stack.enter_context(logged(config, folder))
         progress = await stack.enter_async_context(open_page(config, folder, progress, on_page, join=join))
-        opening = _children(config, folder.path, progress, on_server, join=join)
+        opening = _children(config, folder.path, progress, join=join)
         children = await stack.enter_async_context(opening)
         sampling = _LateSampling()
         link = await stack.enter_async_context(_link(config, children, sampling.sample, progress.note))
@@ -385,7 +384,6 @@ async def _children(
     config: RunConfig,
     path: Path,
     progress: ProgressReporter,
-    on_server: Callable[[str], object],
     *,
     join: bool,
 ) -> AsyncGenerator[Children]:
@@ -401,7 +399,6 @@ async def _children(
             address = await _server(path, plan, supervisor, here and here.serving(), stack, join=join)
         moved = "" if join else moved_to(config.interchange_server, address.url)
         progress.note(f"interchange server at {address.url}, run folder {path}{moved}")
-        on_server(address.url)
         in_ray = f"room in the Ray cluster (log: {path / 'logs' / 'ray.log'})"
         with nullcontext() if config.cluster.launcher == "local" else progress.waiting(in_ray):
             opening = open_launcher(config, plan, path, progress.note)
@@ -449,8 +446,7 @@ async def _opened(
         async with AsyncExitStack() as stack:
             release_former_workers(folder.path, link)
             url = children.url_of_server(config)
-            workers = Workers(planned, config, folder.path, link=link, server_url=url, supervisor=supervisor)
-            await workers.start()
+            await start_workers(planned, folder.path, link=link, server_url=url, supervisor=supervisor)
             if works_here and children.here is not None:
                 await stack.enter_async_context(children.here.working(link, url))
             source = EpisodeSource(
@@ -459,10 +455,7 @@ async def _opened(
                 client_samples=not config.all_tasks,
                 has_workers=bool(planned) or works_here,
             )
-            beside = [
-                asyncio.create_task(workers.follow_demand(), name="scale workers"),
-                asyncio.create_task(folder.exported.push(link.send_metrics), name="push metrics"),
-            ]
+            pushing = asyncio.create_task(folder.exported.push(link.send_metrics), name="push metrics")
             ended_by: BaseException | None = None
             try:
                 yield Opened(source, supervisor, backend, policy, link)
@@ -470,9 +463,8 @@ async def _opened(
                 ended_by = error
                 raise
             finally:
-                for task in beside:
-                    task.cancel()
-                await asyncio.gather(*beside, return_exceptions=True)
+                pushing.cancel()
+                await asyncio.gather(pushing, return_exceptions=True)
                 failure = f"{type(ended_by).__name__}: {ended_by}" if isinstance(ended_by, Exception) else ""
                 await status.end(ended_by)
                 # If a failed run takes its server down, there is no restart to wait for.

@@ -1,7 +1,7 @@
 """`RunFolder`: the files of one run.
 
 config.yaml  metrics.jsonl  ledger.sqlite  alignment.json  summary.json  learning_curve.png
-rollouts/step_0001.jsonl  checkpoints/step_0005/  checkpoints/final/  checkpoints/roles/NAME/final/
+rollouts/step_0001.jsonl.gz  checkpoints/step_0005/  checkpoints/final/  checkpoints/roles/NAME/final/
 logs/  inspect/  sft_data.json  run_id
 
 Invariants: a lock that dies with its process allows one trainer at a time. Checkpoints that a resumed run
@@ -10,6 +10,7 @@ repeats are moved to `undone_N`, so they never replace one that can be resumed.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -185,7 +186,7 @@ class RunFolder:
         rule: AdvantageRule,
         left_out: Mapping[str, str],
     ) -> None:
-        """One readable JSON line per episode, including failed ones.
+        """One readable JSON line per episode, including failed ones, compressed by gzip.
 
         `left_out`: uuid -> why it does not train (default: the group is too small).
         """
@@ -202,7 +203,8 @@ class RunFolder:
             if uuid not in seen
         ]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_atomically(self.path / "rollouts" / f"{name}.jsonl", text)
+        packed = gzip.compress(text.encode(), compresslevel=1, mtime=0)  # Higher levels are much slower.
+        write_atomically(self.path / "rollouts" / f"{name}.jsonl.gz", packed)
 
     def _readable(self, group: RolloutGroup, episode: EpisodeRollouts, advantage: float) -> dict[str, Any]:
         return {

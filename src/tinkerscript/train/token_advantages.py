@@ -6,6 +6,7 @@ Invariant: if a model cannot provide the scores, the step ends before any weight
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from msgspec import structs
 
 from tinkerscript.config import (
     CORRECTION_WEIGHTS,
@@ -27,11 +29,10 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import EngineError
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.advantages import Doubles, WeightedRollout
-from tinkerscript.rollouts.call import Call, FloatArray, IntArray
+from tinkerscript.rollouts.call import Call, FloatArray, IntArray, conversation_of, with_messages
 from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
 from tinkerscript.train.frozen_model import open_frozen_role
-from tinkerscript.train.teacher_context import informed_prompts
 from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[FloatArray]]]
@@ -96,6 +97,57 @@ def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -
 
 # A teacher
 
+CONTEXT = "teacher_context"
+"""Key of a result's metadata: what a program knows and did not show the model, such as the right answer.
+
+The teacher reads it after the last message of each sequence's first prompt, and scores the same sampled
+tokens, so the policy learns to do without."""
+
+
+def informed_prompts(
+    episodes: Iterable[EpisodeRollouts], renderer: Callable[[], ChatRenderer]
+) -> dict[int, IntArray]:
+    """`id` of each sequence with a `CONTEXT` -> its first prompt with that text.
+
+    Raises EngineError unless it is text, and for a prompt without messages.
+    """
+    found: dict[int, IntArray] = {}
+    for episode in episodes:
+        context = episode.metadata.get(CONTEXT)
+        if context is None:
+            continue
+        for rollout in episode.rollouts:
+            messages, tools = _asked(episode.calls, rollout.segments[0].call)
+            if not isinstance(context, str) or not messages:
+                what = "the prompt has none" if isinstance(context, str) else f"it is {context!r}"
+                raise EngineError(
+                    f"episode {episode.episode_uuid}: {CONTEXT} in the metadata is a text that the teacher "
+                    f"reads after the last message of the prompt, and {what}"
+                )
+            ids = renderer().render([*messages[:-1], _with(messages[-1], context)], tools)
+            found[id(rollout)] = np.array(ids, np.int32)
+    return found
+
+
+def _asked(calls: Iterable[Call], call: Call) -> tuple[list[Any], list[Any]]:
+    by_id = {each.call_id: each for each in with_messages(calls)}
+    root = by_id[call.call_id]
+    by_id[call.call_id] = structs.replace(root, reply="{}")
+    while root.parent_id:
+        root = by_id[root.parent_id]
+    before = list(by_id.values())[: list(by_id).index(call.call_id) + 1]
+    return conversation_of(before), json.loads(root.tools)
+
+
+def _with(message: dict[str, Any], text: str) -> dict[str, Any]:
+    said = message.get("content") or ""
+    return {**message, "content": f"{said}\n\n{text}" if isinstance(said, str) else [*said, _part(text)]}
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
 Waiting = Callable[[str], AbstractContextManager[object]]
 
 
@@ -103,7 +155,7 @@ class Distillation:
     """On-policy distillation: a teacher penalizes each sampled token by its divergence.
 
     Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
-    With a `teacher_context.CONTEXT`, and the start policy as the teacher, it is self-distillation: SDFT,
+    With a `CONTEXT`, and the start policy as the teacher, it is self-distillation: SDFT,
     arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, Zhao et al. 2026.
     """
 

@@ -106,9 +106,3 @@ class PolicyUpdate:
         for learner in self._learners:
             for rows in token_rows(learner, step.number, self._sequences, stopped=stopped):
                 self._ledger.note(rows)
-
-
-def claims_of(step: TrainingStep) -> list[tuple[str, int]]:
-    """(episode uuid, attempt) of what a step trains on, without replays."""
-    fresh: list[EpisodeAccepted] = [each for _, accepted in step.groups for each in accepted]
-    return [(each.episode_uuid, each.attempt) for each in fresh]

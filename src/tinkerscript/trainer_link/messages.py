@@ -166,11 +166,6 @@ class Metrics(Tagged, frozen=True):
 # Server -> trainer
 
 
-class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    waiting: int = 0  # Unclaimed episodes.
-    own_claims: dict[str, int] = {}  # Of the trainer's workers, without idle ones.
-
-
 class Welcome(Tagged, frozen=True):
     link_version: int
     server_id: str
@@ -180,8 +175,6 @@ class Welcome(Tagged, frozen=True):
 
     quarantined: dict[str, str] = {}
     """Client -> why it gets no episodes: all its attempts fail."""
-
-    demand: Demand = Demand()
 
 
 class Refused(Tagged, frozen=True):
@@ -328,7 +321,6 @@ class Fetched(Tagged, frozen=True):
 class Sample(Tagged, frozen=True):
     request_id: int
     request: SampleRequest
-    traceparent: str = ""  # W3C trace context of the model call.
 
 
 class CancelSample(Tagged, frozen=True):

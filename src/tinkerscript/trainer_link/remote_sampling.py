@@ -24,7 +24,6 @@ from tinkerscript.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.tracing import passing_on, span, traceparent
 from tinkerscript.trainer_link.framing import LinkTimes
 from tinkerscript.trainer_link.messages import (
     CancelSample,
@@ -66,7 +65,7 @@ class LinkSampler(Sampler):
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         loop = asyncio.get_running_loop()
-        message = Sample(request_id=next(self._ids), request=request, traceparent=traceparent())
+        message = Sample(request_id=next(self._ids), request=request)
         pending = _Pending(message, loop.create_future(), progress)
         self._pending[pending.message.request_id] = pending
         try:
@@ -154,13 +153,9 @@ def _shutting_down() -> GatewayError:
 
 
 class SampleService:
-    def __init__(
-        self, sampler: SampleFunction, send: Callable[[Tagged], None], *, relays: bool = False
-    ) -> None:
-        """With `relays`, the process that `sampler` asks creates the trace span."""
+    def __init__(self, sampler: SampleFunction, send: Callable[[Tagged], None]) -> None:
         self._sampler = sampler
         self._send = send
-        self._relays = relays
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._cancelled = set[asyncio.Task[None]]()
         # One message per request and event-loop iteration.
@@ -195,9 +190,7 @@ class SampleService:
     async def _answer(self, message: Sample) -> Sampled | SampleFailed:
         try:
             progress = partial(self._report, message.request_id) if message.request.stream else None
-            parent = message.traceparent
-            with passing_on(parent) if self._relays else span("sampling", parent=parent):
-                result = await self._sampler(message.request, progress)
+            result = await self._sampler(message.request, progress)
         except GatewayError as error:
             return _failed(message, error.status, error.code, error.message, error.param)
         except ValueError as error:

@@ -23,7 +23,6 @@ from tinkerscript.trainer_link.framing import LinkTimes, Outbox, frames, read_to
 from tinkerscript.trainer_link.keys import FailedHandshakes, LinkGuard, ServerKeys, secure_server
 from tinkerscript.trainer_link.messages import (
     LINK_VERSION,
-    Demand,
     Fetched,
     Hello,
     Refused,
@@ -112,12 +111,7 @@ class ServerLink:
         if self.connected:
             self._outbox.put(message)
 
-    def welcome(
-        self,
-        number: int,
-        quarantined: Mapping[str, str] = MappingProxyType({}),
-        demand: Demand | None = None,
-    ) -> None:
+    def welcome(self, number: int, quarantined: Mapping[str, str] = MappingProxyType({})) -> None:
         """Confirm everything received before this `Hello`."""
         self.send(
             Welcome(
@@ -125,7 +119,6 @@ class ServerLink:
                 server_id=self.server_id,
                 number=number,
                 quarantined=dict(quarantined),
-                demand=demand or Demand(),
             )
         )
 

@@ -44,7 +44,6 @@ from tinkerscript.trainer_link.messages import (
     CancelSample,
     Commit,
     Committed,
-    Demand,
     EpisodeAccepted,
     EpisodeFailed,
     Fetch,
@@ -122,7 +121,6 @@ class TrainerLink:
         self.refused_handshakes = 0
         """Connections that the server refused, or that lacked the expected key."""
 
-        self.demand = Demand()  # By the last `Welcome`.
         self._address = address
         self._keys = keys
         self._note = note
@@ -500,7 +498,6 @@ class TrainerLink:
     def _on_welcome(self, welcome: Welcome) -> None:
         self._welcomed = max(self._welcomed, welcome.number)
         if welcome.number:
-            self.demand = welcome.demand
             self._name_quarantined(welcome.quarantined)
         if welcome.server_id != self._server_id:
             logger.info("link.welcome server_id=%s", welcome.server_id)

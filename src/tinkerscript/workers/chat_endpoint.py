@@ -17,7 +17,6 @@ import aiohttp
 
 from tinkerscript.client.settings import CA_FILE, certificates
 from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnreachableError
-from tinkerscript.tracing import HEADER
 
 _BUSY = (429, 503)
 # No connection, or a proxy that has none.
@@ -67,17 +66,15 @@ class ChatEndpoint:
         self._sleep = sleep
         self._sessions: dict[str, aiohttp.ClientSession] = {}
 
-    async def complete(
-        self, base_url: str, api_key: str, body: dict[str, Any], *, trace: str = ""
-    ) -> dict[str, Any]:
-        """POST `body` to `{base_url}/chat/completions`; `trace` is the `traceparent`.
+    async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
+        """POST `body` to `{base_url}/chat/completions`.
 
         Raises ClaimLostError for 409 claim_lost, RequestRefusedError for other refusals, and
         ServerUnreachableError when retries end.
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
-        return json.loads(await self._answer(url, api_key, data, "application/json", self.whole, trace=trace))
+        return json.loads(await self._answer(url, api_key, data, "application/json", self.whole))
 
     async def get_json(self, url: str, api_key: str) -> dict[str, Any]:
         """GET a JSON object. Raises what `complete` raises."""
@@ -100,12 +97,8 @@ class ChatEndpoint:
         data: bytes | None,
         content_type: str,
         send: Callable[[str, bytes | None, dict[str, str]], Awaitable[ChatAttempt[Reply]]],
-        *,
-        trace: str = "",
     ) -> Reply:
         headers = {"Authorization": f"Bearer {api_key}", "Content-Type": content_type}
-        if trace:
-            headers[HEADER] = trace
         failures, waited, away = 0, 0.0, 0.0
         while True:
             attempt = await send(url, data, headers)

@@ -33,7 +33,6 @@ from inspect_tinker_bridge.sandbox import check_provider
 from inspect_tinker_bridge.scoring import report_of, to_number
 from tinkerscript.errors import ClaimLostError, ConfigError, WorkerError
 from tinkerscript.protocol import WorkflowOutput
-from tinkerscript.tracing import traceparent
 from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 
 
@@ -146,7 +145,6 @@ class GatewayPolicy:
         self.model = model
         self.sample = sample
         self._converter = ChatConverter()
-        self._trace = traceparent()  # Kept here, because the solver runs in one of the eval's tasks.
         self.unapplied: set[str] = set()  # Settings of the task that requests do not carry, as `name=value`.
         self.reply_ids = list[str]()  # In the order in which the replies came.
         self.calls = 0  # Model calls, with an agent's.
@@ -158,7 +156,7 @@ class GatewayPolicy:
         body["model"] = request.role or self.model.name
         try:
             endpoint, key = self.model.endpoint, self.model.api_key
-            completion = await endpoint.complete(self.model.base_url, key, body, trace=self._trace)
+            completion = await endpoint.complete(self.model.base_url, key, body)
         except ClaimLostError as error:
             self.lost = error
             raise

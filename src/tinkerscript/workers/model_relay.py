@@ -79,10 +79,6 @@ class ModelRelay:
     ) -> None:
         await self._runner.cleanup()
 
-    @property
-    def open_sessions(self) -> int:
-        return len(self._routes)
-
     @contextmanager
     def episode(self, model: EpisodeModel) -> Generator[RelayedEpisode]:
         """Relay the conversations that this block announces to `model`."""

@@ -23,7 +23,7 @@ def of(*overrides: str, path: Path = VLLM) -> dict[str, PlannedProcess]:
 
 
 def test_a_run_has_a_server_a_trainer_replicas_and_workers() -> None:
-    found = of("engine.devices=2", "workers.count=2", "workers.max_count=3")
+    found = of("engine.devices=2", "workers.count=3")
     assert list(found) == [
         *("interchange server", "trainer", "page", "trainer rank 1", "replica 0", "replica 1"),
         *("worker 0", "worker 1", "worker 2"),
@@ -33,7 +33,6 @@ def test_a_run_has_a_server_a_trainer_replicas_and_workers() -> None:
     assert [name for name, process in found.items() if not process.resources.cpus] == ["page"], (
         "it needs no room"
     )
-    assert [name for name, process in found.items() if process.on_demand] == ["worker 2"]
     assert found["trainer rank 1"].environment["RANK"] == "1"
     assert all(process.after == ("interchange server",) for name, process in found.items() if "w" in name)
     assert [process.log for process in found.values()][:6] == [
@@ -80,7 +79,6 @@ def test_replicas_take_the_gpus_that_are_named_or_that_ray_chooses() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("workers: {count: 3, max_count: 2}", "max_count: 2 is less than count: 3"),
         ("cluster: {address: '10.0.0.1:6379'}", "'10.0.0.1:6379' is for cluster.launcher: ray"),
         ("cluster: {launcher: ray}\nengine: {device: 'cuda:1'}", "cuda, not 'cuda:1'"),
         ("cluster: {launcher: ray}\nmethod: sft", "method: sft and enable_tinkerscript_mode"),
@@ -101,15 +99,13 @@ def test_what_a_launcher_cannot_place_is_refused(text: str, message: str) -> Non
 
 
 def test_the_plan_prints_the_commands_that_are_executed() -> None:
-    config = load_config(VLLM, ["workers.count=2", "workers.max_count=8", "cluster.launcher=ray"])
+    config = load_config(VLLM, ["workers.count=2", "cluster.launcher=ray"])
     lines = plan(config)
     assert lines[0] == "processes that the run starts, on a new Ray cluster on this machine"
     for process in plan_of(config, Path("run")):
         program = [word for word in process.command if not word.startswith("run")][:3]
         assert any(all(word in line for word in program) for line in lines), process.name
     assert any(line.startswith("  worker 0-1 ") for line in lines)
-    (demand,) = [line for line in lines if line.startswith("  worker 2-7 ")]
-    assert "while episodes wait" in demand
 
 
 @pytest.mark.parametrize(

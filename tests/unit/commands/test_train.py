@@ -38,18 +38,6 @@ async def refused(config: Path, *overrides: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("client_uuid", "name"),
-    [
-        ("worker-0123abcd-3-2", "worker 3"),
-        ("6fdbc25b5fe543c3aa12a4e76d62c496", "client 6fdbc25b"),
-        ("rollouts-17", "rollouts-17"),
-    ],
-)
-def test_a_client_has_a_short_name_on_the_screen(client_uuid: str, name: str) -> None:
-    assert train.client_name(client_uuid) == name
-
-
 async def test_a_missing_model_is_named(config: Path) -> None:
     assert "no-such-model" in await refused(config, "engine.model=no-such-model")
 
@@ -86,10 +74,6 @@ def test_what_is_checked_first_needs_neither_torch_nor_inspect() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
-def stops_here(*_: object, **__: object) -> None:
-    raise ConfigError("that is all")
-
-
 def test_a_run_is_resumed_by_the_link_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And goes on in its own folder, whatever the link names later."""
     monkeypatch.chdir(tmp_path)
@@ -102,11 +86,3 @@ def test_a_run_is_resumed_by_the_link_to_it(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "runs" / "gone").symlink_to("gone")
     with pytest.raises(ConfigError, match="there is no run in runs/gone"):
         train.open_run(None, [], resume=Path("runs/gone"), join=None)
-
-
-@pytest.mark.parametrize(
-    ("url", "needed"),
-    [("https://127.0.0.1:10086", False), ("https://[::1]:10086", False), ("https://10.0.0.5:10086", True)],
-)
-def test_a_server_elsewhere_proves_who_it_is_before_it_gets_the_token(url: str, needed: bool) -> None:
-    assert train.needs_certificate(url) == needed

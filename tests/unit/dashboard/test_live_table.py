@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tinkerscript.dashboard import wrapped
-from tinkerscript.dashboard.run_table import RunTable, WorkersNow
+from tinkerscript.dashboard.run_table import RunTable
 from tinkerscript.dashboard.terminal import TableReporter, shown_progress
 
 STEP = {
@@ -63,7 +63,6 @@ def table() -> RunTable:
         table.step(step, STEP | {"reward/mean": step / 10}, 10.0 * step)
     table.evaluation("step-7", 0.75, 2)
     table.batch, table.batch_began = ("step 8", 64, 256), 70.0
-    table.workers = WorkersNow({"worker 0": 32, "worker 1": 31}, 3, 70, 12, 0, 1)
     return table
 
 
@@ -85,8 +84,6 @@ def test_what_the_table_says(table: RunTable) -> None:
     assert lines[10:] == [
         "reward    ▁▂▃▅▆▇█  0.100 → 0.700",
         "held out  0.250 before → 0.750 step-7",
-        "workers   worker 0: 32 claims, worker 1: 31 claims, 1 more: 7 claims, 12 episodes wait, "
-        "1 in quarantine",
         "failed    7 task_error, 2 of evaluation step-7",
         "look at   7 retried, 14 of 224 groups without signal",
         "page      http://127.0.0.1:10086",
@@ -138,12 +135,6 @@ def test_a_rate_below_one_is_not_nothing(table: RunTable) -> None:
     lines = text(table, 140)
     assert lines[1].startswith("sampling step 8: 3 of 256 episodes   0.3 ep/s  ")
     assert "  0.34 ep/s  " in lines[8]
-
-
-def test_one_of_a_thing_is_no_plural(table: RunTable) -> None:
-    table.workers = WorkersNow({"worker 0": 1}, 2, 2, 1, 0, 0)
-    (line,) = (line for line in text(table, 140) if line.startswith("workers"))
-    assert line == "workers   worker 0: 1 claim, 1 more: 1 claim, 1 episode waits"
 
 
 NOTE = (

@@ -105,6 +105,28 @@ def test_a_groups_prompt_is_prefilled_once_whenever_its_calls_arrive() -> None:
     assert batch.prefilled_tokens == 40
 
 
+@pytest.mark.parametrize(
+    "name", ["", "GPT-2", "gpt-oss", "Gemma 3 (text)", "Llama 4 (text)", "DeepSeek V3, Kimi K2", "Falcon H1"]
+)
+def test_prompts_that_wait_together_compute_their_common_beginning_once(name: str) -> None:
+    """A system prompt, for example. A state cannot branch, so a model that has one starts anew."""
+    decoder = family_decoder(name) if name else fused()
+    system, tails = (
+        ids_of(40, 0),
+        [[number, *ids_of(length, number)] for number, length in enumerate([3, 8, 5])],
+    )
+    requests = [seeded(system + tail, 10, samples=2, seed=tail[0]) for tail in tails]
+    batch = batch_over(decoder, max_length=256)
+    found = sampled(batch, *requests)
+    new = sum(map(len, tails))
+    assert batch.prefilled_tokens == new + 40 * (3 if name == "Falcon H1" else 1)
+    (later,) = sampled(batch, seeded([*system, 7, 8], 10))
+    same([later], sampled(batch_over(decoder, max_length=256), seeded([*system, 7, 8], 10)))
+    for request, rows in zip(requests, found, strict=True):
+        again = seeded(request.prompt, 10, samples=2, seed=request.seed or 0)
+        same([rows], sampled(batch_over(decoder, max_length=256), again))
+
+
 def test_next_turns_that_arrive_together_begin_together() -> None:
     """Beside a row that decodes: they do not wait for one another's prefills."""
     batch = batch_over(fused())

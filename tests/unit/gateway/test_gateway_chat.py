@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from asgi_caller import AsgiCaller
 from chat_families import FAMILIES
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
 from tinkerscript.rollouts.call import full_prompts, unpack_ids
+from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.sampler import (
     ProgressCallback,
+    SampledSequence,
     Sampler,
     SampleRequest,
     SampleResult,
@@ -66,6 +69,26 @@ async def test_turns_extend_token_by_token_and_a_fork_is_labelled(bench: Bench) 
     edited = [messages[0], {"role": "assistant", "content": "never said"}, messages[2]]
     await bench.ask(edited)
     assert bench.calls[-1].fork_reason == "history_edited"
+
+
+async def test_a_call_records_the_experts_of_what_is_new_in_it(bench: Bench) -> None:
+    """Here they are each token's position, so those of a turn follow the turn before."""
+
+    class Mixture(ScriptedSampler):
+        def _one(self, request: SampleRequest) -> SampledSequence:
+            sequence = super()._one(request)
+            end = (len(request.prompt) + len(sequence.sampled)) // 4
+            experts = b"".join(position.to_bytes(2, "little") for position in range(request.known, end))
+            return structs.replace(sequence, experts=experts)
+
+    bench.use(Mixture(bench.sampler._script))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    for turn in range(3):
+        reply = await bench.ask(messages)
+        messages += [reply["choices"][0]["message"], {"role": "user", "content": f"turn {turn}"}]
+    (rollout,) = merge_calls(bench.calls, episode_uuid="e")
+    assert rollout.experts is not None
+    assert rollout.experts.view("<u2")[:, 0].tolist() == list(range(len(rollout.tokens)))
 
 
 async def test_a_conversation_continues_after_a_restart(bench: Bench, byte_model: Path) -> None:

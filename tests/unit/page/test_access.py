@@ -117,7 +117,7 @@ async def test_a_browser_that_says_so_is_the_page_itself(tmp_path: Path) -> None
 CLOSED = [
     *("/api/runs", "/api/runs/one", "/api/runs/one/events", "/api/runs/one/config", "/api/runs/one/steps/1"),
     *("/api/episodes/e1", "/api/episodes/e1/tokens", "/api/openapi.json", "/api/config-differences?run=one"),
-    *("/api/server-openapi.json", "/docs/", "/nothing", "/api/loginx", "/page"),
+    *("/docs", "/nothing", "/api/loginx", "/page"),
 ]
 
 
@@ -141,7 +141,7 @@ async def test_nothing_is_answered_without_the_token(tmp_path: Path, path: str) 
         assert (await client.get(f"{path}{'&' if '?' in path else '?'}token={TOKEN}")).status_code == 401
 
 
-@pytest.mark.parametrize("path", ["/", "/docs", "/page/style.css", "/favicon.ico", "/api/session"])
+@pytest.mark.parametrize("path", ["/", "/page/style.css", "/favicon.ico", "/api/session"])
 async def test_the_login_form_needs_no_token(tmp_path: Path, path: str) -> None:
     async with page(tmp_path, token=TOKEN) as client:
         reply = await client.get(path)
@@ -264,7 +264,6 @@ def test_the_policy_lets_no_other_sites_script_run() -> None:
         ("/api/episodes/e1/tokens?sequence=5", 404, "has 1 sequences"),
         ("/api/runs/one/search?q=reward%3Emuch", 404, "is not a number"),
         ("/api/runs/one/fleet", 404, "this run has no server"),
-        ("/api/server-openapi.json", 404, "no interchange server runs here"),
         ("/api/runs/one/episodes?limit=1000", 422, None),
         ("/api/runs/one/episodes?show=odd", 422, None),
         ("/api/runs/one/curves", 422, None),

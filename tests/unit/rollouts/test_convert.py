@@ -19,10 +19,8 @@ from tinkerscript.rollouts.parquet import to_table
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.rollouts.trainers import (
     TRAITS,
-    to_areal,
     to_datum,
     to_scoring_datum,
-    to_skyrl,
     to_trl,
     to_verl,
 )
@@ -79,36 +77,17 @@ def test_verl_takes_token_rewards(single: list[EpisodeRollouts]) -> None:
     np.testing.assert_array_equal(batch["rm_scores"][0].numpy(), shares)
 
 
-def test_the_other_forms_have_the_fields_of_published_versions(several: list[EpisodeRollouts]) -> None:
-    """Read from TRL 1.16.0, SkyRL 0.3.0 and AReaL 1.0.4; `tests/acceptance/test_trainers.py` runs them."""
+def test_trl_has_the_fields_of_its_published_version(several: list[EpisodeRollouts]) -> None:
+    """Read from TRL 1.16.0; `tests/acceptance/test_trainers.py` runs it."""
     group = make_group(several)
     required = {"prompt_ids", "completion_ids", "logprobs"}
     assert to_trl([group]).keys() == required | {"env_mask", "reward", "group_id", "episode_uuid"}
-    made = to_skyrl(RolloutBatch((group,)), trajectory_id=lambda *each: each)
-    assert made.keys() == {
-        *("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_metrics"),
-        *("rollout_logprobs", "trajectory_ids", "trajectory_generation_times", "rollout_expert_indices"),
-        *("is_last_step", "env_metrics", "pixel_values", "image_grid_thw"),
-    }
-    tensors = to_areal(group)
-    assert {name: (str(value.dtype), value.ndim) for name, value in tensors.items()} == {
-        **dict.fromkeys(("input_ids", "loss_mask", "versions"), ("torch.int32", 2)),
-        "logprobs": ("torch.float32", 2),
-        "attention_mask": ("torch.bool", 2),
-        "rewards": ("torch.float32", 1),
-    }
-    sampled = np.zeros(tensors["input_ids"].shape, bool)
-    for row, episode in zip(sampled, several, strict=True):
-        row[: len(episode.rollouts[0].tokens)] = episode.rollouts[0].sampled
-    np.testing.assert_array_equal(tensors["versions"], np.where(sampled, 0, -1))
 
 
 CARRIES: dict[str, frozenset[str]] = {
     "Tinker": frozenset({"several_sequences", "token_rewards"}),
     "verl": frozenset({"token_rewards"}),
     "TRL": frozenset(),
-    "SkyRL": frozenset({"token_rewards"}),
-    "AReaL": frozenset(),
 }
 
 
@@ -120,8 +99,6 @@ def convert_all(episode: EpisodeRollouts, allow: Collection[str] = ()) -> dict[s
         "Tinker": lambda: [to_datum(item, allow=allow) for item in group.weighted()],
         "verl": lambda: to_verl(batch, allow=allow),
         "TRL": lambda: to_trl([group], allow=allow),
-        "SkyRL": lambda: to_skyrl(batch, trajectory_id=lambda *each: each, allow=allow),
-        "AReaL": lambda: to_areal(group, allow=allow),
     }
     results: dict[str, str | None] = {}
     for form, convert in forms.items():
@@ -201,11 +178,9 @@ def test_an_advantage_on_a_token_without_loss_is_refused() -> None:
         to_datum(WeightedRollout(rollout, np.ones(3, np.float32)))
 
 
-def test_a_reward_that_would_be_lost_at_a_masked_end_is_refused_or_moved() -> None:
-    """AReaL and estimators of verl pass a reward back through the mask."""
+def test_a_reward_that_would_be_lost_at_a_masked_end_is_moved() -> None:
+    """Estimators of verl pass a reward back through the mask."""
     episode = make_episode([make_call(None, [1], [2, 3, 4], constrained=bytes([0, 0, 2]))], reward=2.0)
-    with pytest.raises(ConversionError, match="the reward would be lost"):
-        to_areal(make_group([episode]))
     assert to_verl(RolloutBatch((make_group([episode]),)))["rm_scores"].tolist() == [[0.0, 2.0, 0.0]]
 
 

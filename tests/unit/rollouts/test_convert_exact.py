@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -18,7 +18,7 @@ from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.rollouts.advantages import RolloutBatch, RolloutGroup
 from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.rollouts.parquet import read_parquet, to_table, write_parquet
-from tinkerscript.rollouts.trainers import to_areal, to_datum, to_skyrl, to_trl, to_verl
+from tinkerscript.rollouts.trainers import to_datum, to_trl, to_verl
 
 Row = tuple[Any, Any, Any]
 """Tokens [T], mask of the tokens that train [T], logprobs [T]."""
@@ -107,23 +107,6 @@ def trl(group: RolloutGroup) -> Iterator[Row]:
         yield joined(*row)
 
 
-def skyrl(group: RolloutGroup) -> Iterator[Row]:
-    made = to_skyrl(RolloutBatch((group,)), trajectory_id=lambda *each: each)
-    assert [np.sum(reward) for reward in made["rewards"]] == group.rewards
-    assert made["trajectory_ids"] == [(group.group_id, i) for i in range(len(group.episodes))]
-    columns = ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
-    for row in zip(*(made[name] for name in columns), strict=True):
-        yield joined(*row)
-
-
-def areal(group: RolloutGroup) -> Iterator[Row]:
-    assume(all(rollout.loss_mask[-1] for e in group.episodes for rollout in e.rollouts))
-    made = {name: np.asarray(value) for name, value in to_areal(group).items()}
-    assert made["rewards"].tolist() == group.rewards
-    assert not (made["loss_mask"].astype(bool) & ~made["attention_mask"]).any()
-    yield from zip(made["input_ids"], made["loss_mask"], made["logprobs"], strict=True)
-
-
 def parquet(group: RolloutGroup) -> Iterator[Row]:
     """As a reader without this package would train on it."""
     with TemporaryDirectory() as folder:
@@ -139,8 +122,6 @@ READERS: dict[str, tuple[Callable[[RolloutGroup], Iterator[Row]], st.SearchStrat
     "tinker": (tinker, groups(forks=True)),
     "verl": (verl, groups()),
     "trl": (trl, groups()),
-    "skyrl": (skyrl, groups()),
-    "areal": (areal, groups()),
     "parquet": (parquet, groups(forks=True)),
 }
 """How each form is read back, and the groups that it holds."""

@@ -142,3 +142,45 @@ def test_two_calls_of_one_id_are_refused() -> None:
     first = make_call(None, [1], [2])
     with pytest.raises(ValueError, match="two calls have the id"):
         full_prompts([first, first])
+
+
+def experts_from(first: int, tokens: int) -> bytes:
+    """Two bytes for each token, numbered from `first` on."""
+    return b"".join(bytes([first + i, 100 + first + i]) for i in range(tokens))
+
+
+def test_experts_stay_with_their_tokens_across_turns_and_forks() -> None:
+    """Each call records its own tokens', a fork has its parents' before it, a call without any has none."""
+    first = make_call(None, [1, 2, 3], [10, 11], experts=experts_from(0, 5))
+    second = make_call(first, [4], [12, 13], experts=experts_from(5, 3))
+    fork = make_call(first, [5, 6], [14], experts=experts_from(20, 3))
+    late = make_call(fork, [7], [15])
+    rollouts = merge_calls([first, second, fork, late], episode_uuid="e")
+    assert [rollout.tokens.tolist() for rollout in rollouts] == [
+        [1, 2, 3, 10, 11, 4, 12, 13],
+        [1, 2, 3, 10, 11, 5, 6, 14, 7, 15],
+    ]
+    found = [rollout.experts for rollout in rollouts]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert found[1][:, 0].tolist() == [0, 1, 2, 3, 4, 20, 21, 22, 255, 255]
+    assert found[1][:, 1].tolist() == [100, 101, 102, 103, 104, 120, 121, 122, 255, 255]
+    (plain,) = merge_calls([make_call(None, [1], [2])], episode_uuid="e")
+    assert plain.experts is None
+
+
+def test_experts_of_several_models_are_no_experts() -> None:
+    first = make_call(None, [1, 2, 3], [10, 11], experts=experts_from(0, 5))
+    second = make_call(first, [4], [12], experts=bytes(6))
+    (rollout,) = merge_calls([first, second], episode_uuid="e")
+    assert rollout.experts is not None
+    assert rollout.experts.shape == (7, 0)
+
+
+@pytest.mark.parametrize("size", [1, 9, 11, 5 * 4097])
+def test_experts_that_are_not_of_each_token_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"same number of bytes for each of 5 ids, .* has {size} in all"):
+        make_call(None, [1, 2, 3], [10, 11], experts=bytes(size))
+    with pytest.raises(ValueError, match=r"for each of 0 ids"):
+        make_call(None, [], [], experts=bytes(size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.rows import Use
 from tinkerscript.protocol import Failure
 from tinkerscript.server.episodes.book import FORGIVEN_KINDS, MAX_FORGIVEN, EpisodeBook
-from tinkerscript.server.episodes.record import TRANSITIONS, EpisodeRecord, rows_of
+from tinkerscript.server.episodes.record import TRANSITIONS, EpisodeRecord, write_changes
 from tinkerscript.server.interchange import read_episodes
 
 
@@ -239,11 +240,38 @@ def test_what_is_consumed_has_changed_and_keeps_no_payload(book: EpisodeBook, ou
     book.take_changes()
     assert [*book.open_ends] == [1]
     book.consume(episode.sequence)
-    assert book.take_changes().saved == {"e": episode}
+    assert book.take_changes().consumed == {episode.sequence: True}
     assert (episode.consumed, episode.payload, episode.result) == (True, b"", b"")
     assert not book.open_ends
     book.consume(episode.sequence)
-    assert not book.take_changes().saved, "it is consumed already"
+    assert not book.take_changes().consumed, "it is consumed already"
+
+
+ENDS: dict[str, Callable[[EpisodeBook], object]] = {
+    "none": lambda book: None,
+    "a result": lambda book: book.end("e", 1, reward=1, result=b"r"),
+    "a failure": lambda book: book.abort("e", 1, Failure(kind="boom")),
+    "a cancellation": lambda book: book.cancel("e", "not needed"),
+    "another claim": lambda book: (book.abort("e", 1, Failure(kind="boom")), claimed(book)),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS.keys())
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_a_claim_and_its_end_may_share_a_transaction(
+    book: EpisodeBook, tmp_path: Path, end: Callable[[EpisodeBook], object], is_new: bool
+) -> None:
+    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+    for number, act in enumerate((lambda book: registered(book, "e"), claimed, end)):
+        act(book)
+        write_changes(ledger, book.take_changes())
+        if number == 0 and not is_new:
+            await ledger.durable()
+    await ledger.durable()
+    (found,) = (await read_episodes(ledger)).present
+    await ledger.close()
+    episode = book.get("e")
+    assert (found.state, found.claimants) == (episode.state, episode.claimants)
 
 
 CLIENTS = st.sampled_from(["ann", "bob", "cy"])
@@ -546,6 +574,7 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         self.wall.now += down_s
         self.clock = Clock()
         self.book = self.new_book()
+        self.runner.run(self.ledger.durable())
         self.book.restore(self.runner.run(read_episodes(self.ledger)))
         self.calls.clear()
         for each in self.model.values():
@@ -561,10 +590,12 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
 
     @invariant()
     def commit(self) -> None:
-        """Every step is in the file before the next."""
+        """Every step is written before the next, and some of them in one transaction."""
 
-        rows = rows_of(self.book.take_changes())
-        self.runner.run(self.ledger.commit(rows))
+        async def written() -> None:
+            write_changes(self.ledger, self.book.take_changes())
+
+        self.runner.run(written())
 
     @invariant()
     def equals_the_model(self) -> None:

@@ -1,4 +1,4 @@
-"""The server's metrics: what other processes report is summed up or taken over, and never breaks a scrape."""
+"""The server's metrics: what the trainer reports is taken over, and never breaks a scrape."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from clock import Clock
-from tinkerscript.protocol import WorkerReport
 from tinkerscript.server.episodes.book import EpisodeBook
-from tinkerscript.server.metrics import MAX_TRAINERS_BYTES, ServerMetrics, WorkerReports
+from tinkerscript.server.metrics import MAX_TRAINERS_BYTES, ServerMetrics
 from tinkerscript.train.step_metrics import MAX_NAMES, TrainerMetrics
 
 
 @pytest.fixture
 def metrics(clock: Clock) -> ServerMetrics:
-    return ServerMetrics(EpisodeBook(clock=clock, max_attempts=1), clock=clock)
+    return ServerMetrics(EpisodeBook(clock=clock, max_attempts=1))
 
 
 def values(text: bytes) -> dict[str, float]:
@@ -22,34 +21,6 @@ def values(text: bytes) -> dict[str, float]:
     families = text_string_to_metric_families(text.decode())
     found = [sample for family in families for sample in family.samples]
     return {" ".join([one.name, *(f"{k}={v}" for k, v in one.labels.items())]): one.value for one in found}
-
-
-def test_workers_are_summed_up(metrics: ServerMetrics, clock: Clock) -> None:
-    first = WorkerReport(process="1", concurrency=4, running=3, ended=10, cpu_s=2.5, resident_bytes=100)
-    metrics.workers.add("a", first)
-    metrics.workers.add("a", first.model_copy(update={"ended": 12, "failed": 1, "cpu_s": 3.0}))
-    metrics.workers.add("b", WorkerReport(process="2", concurrency=4, ended=5, resident_bytes=300))
-    metrics.workers.add("b", WorkerReport(process="3", concurrency=4, ended=1, handed_back=2))  # Restarted.
-    found = values(metrics.render())
-    assert found["tinkerscript_workers"] == 2
-    assert found["tinkerscript_worker_concurrency"] == 8
-    assert found["tinkerscript_worker_episodes_total outcome=ended"] == 12 + 5 + 1
-    assert found["tinkerscript_worker_episodes_total outcome=failed"] == 1
-    assert found["tinkerscript_worker_cpu_seconds_total"] == 3.0
-    clock.now += WorkerReports.FRESH_S + 1
-    found = values(metrics.render())
-    assert (found["tinkerscript_workers"], found["tinkerscript_worker_running"]) == (0, 0)
-    assert found["tinkerscript_worker_episodes_total outcome=ended"] == 18, "a counter does not shrink"
-
-
-def test_no_client_makes_series_of_its_own(metrics: ServerMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkerReports, "MAX_WORKERS", 10)
-    before = len(values(metrics.render()))
-    for number in range(100):
-        metrics.workers.add(f"w{number}", WorkerReport(process=str(number), ended=1))
-    found = values(metrics.render())
-    assert len(found) == before
-    assert found["tinkerscript_workers"] == 10
 
 
 def test_the_trainers_metrics_are_taken_over_until_it_is_gone(metrics: ServerMetrics) -> None:

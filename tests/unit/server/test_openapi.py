@@ -1,4 +1,4 @@
-"""`/docs`: every endpoint, every parameter and every field of a request or a reply is described."""
+"""`/openapi.json`: every endpoint, every parameter and every field of a request or a reply is described."""
 
 from __future__ import annotations
 

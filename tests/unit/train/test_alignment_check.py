@@ -15,6 +15,7 @@ import tinker
 from rollout_helpers import make_call, make_episode, make_group, update
 from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.engine.routing import Routing
 from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.advantages import RolloutGroup, WeightedRollout
 from tinkerscript.rollouts.alignment import AlignmentReport
@@ -59,6 +60,26 @@ def test_a_gap_above_the_limit_stops_and_one_above_the_other_limit_warns() -> No
     assert told_to_go_on.compare(items, honest(items, 0.2), lags=None, step=5) == items
     wide = check(AlignmentReport(), max_mean_dlogp=0.3)
     assert wide.compare(items, honest(items, 0.2), lags=None, step=5) == items
+
+
+def test_experts_that_the_model_lacks_keep_a_sequence_out() -> None:
+    """Too few bytes for each token, an id beyond the last expert, or calls of two models."""
+    routing = Routing(("a", "b"), 0, experts=8, chosen=2)
+    given = [bytes([0, 1, 7, 2] * 8), bytes([255] * 32), b"", bytes(24), bytes([0, 1, 8, 2] * 8)]
+    episodes = [
+        make_episode([make_call(None, [1, 2, 3], [4, 5, 6, 7, 8], experts=each)], name=f"e{i}")
+        for i, each in enumerate(given)
+    ]
+    first = make_call(None, [1, 2], [3], experts=bytes(12))
+    episodes.append(make_episode([first, make_call(first, [4], [5], experts=bytes(2))], name="e5"))
+    report = AlignmentReport()
+    config = TrainingConfig()
+    made = AlignmentCheck(report, config, TrainedModel(100, routing=routing))
+    sound = made.sound(make_group(episodes))
+    assert [len(each.rollouts) for each in sound.episodes] == [1, 1, 1, 0, 0, 0]
+    assert report.whole.errors == {"experts_of_another_model": 3}
+    other = AlignmentCheck(AlignmentReport(), config, TrainedModel(100)).sound(make_group(episodes))
+    assert all(each.rollouts for each in other.episodes), "they are not replayed, so they do not matter"
 
 
 def test_one_wrong_sequence_among_good_ones_is_left_out_by_name() -> None:

@@ -45,12 +45,6 @@ async def test_a_ledger_of_another_run_is_refused(tmp_path: Path) -> None:
         check_whole(tmp_path / "other")
 
 
-def test_a_run_of_the_first_version_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "journal.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"made by tinkerscript 0\.1 .*engine\.checkpoint"):
-        check_whole(tmp_path)
-
-
 def test_a_ledger_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     identify(tmp_path)
     (tmp_path / LEDGER_FILE).write_bytes(b"no database" * 100)

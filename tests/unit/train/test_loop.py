@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -788,9 +789,9 @@ async def test_an_episode_that_did_not_train_says_why_where_people_read_it(tmp_p
         await run.loop.run()
 
     def left_out(name: str) -> list[str | None]:
-        lines = (run.loop.parts.folder.path / "rollouts" / name).read_text().splitlines()
+        lines = gzip.decompress((run.loop.parts.folder.path / "rollouts" / name).read_bytes()).splitlines()
         return [json.loads(line).get("left_out") for line in lines]
 
     stale = "stale: sampled by weights that this run does not build on"
-    assert left_out("step_0001.jsonl") == [None, None, stale]
-    assert left_out("step_0001.judge.jsonl") == [stale, *["it did not call judge"] * 2]
+    assert left_out("step_0001.jsonl.gz") == [None, None, stale]
+    assert left_out("step_0001.judge.jsonl.gz") == [stale, *["it did not call judge"] * 2]

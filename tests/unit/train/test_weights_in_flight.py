@@ -52,6 +52,10 @@ class OneToken(Sampler):
     def cut(self) -> None:
         self.is_cut.set()
 
+    def _experts(self, request: SampleRequest) -> bytes:
+        """The version, for each token that is not known."""
+        return bytes([self.version]) * (len(request.prompt) // 4 - request.known + 1)
+
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         self._asked.append(request)
         if self.failing:
@@ -71,7 +75,10 @@ class OneToken(Sampler):
         # The first of several choices ends before the others.
         cut = [goes_on and (index > 0 or request.num_samples == 1) for index in range(request.num_samples)]
         sequences = [
-            SampledSequence(stop_reason="stop", is_cut=each, constrained=b"\x01", **one) for each in cut
+            SampledSequence(
+                stop_reason="stop", is_cut=each, constrained=b"\x01", experts=self._experts(request), **one
+            )
+            for each in cut
         ]
         return SampleResult(sequences=sequences, policy_version=self.version, seed=request.seed)
 
@@ -119,6 +126,7 @@ async def test_a_version_is_asked_for_the_rest_after_exactly_what_was_sampled() 
     assert unpack_logprobs(sequence.logprobs).tolist() == [0, -0.25, -0.5, -0.75]
     assert unpack_ids(sequence.top_ids).tolist() == [1, 2] * 4
     assert sequence.constrained == b"\x01" * 4
+    assert sequence.experts == bytes([0, 0, 0, 1, 2, 3]), "the prompt's are the first version's"
     assert sequence.spans == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert (sequence.is_cut, sequence.stop_reason) == (False, "stop")
     assert [(each.index, each.offset, unpack_ids(each.sampled).tolist()) for each in reports] == [

@@ -53,7 +53,6 @@ from tinkerscript.trainer_link.messages import (
     CancelSample,
     Commit,
     Committed,
-    Demand,
     EpisodeAccepted,
     EpisodeFailed,
     Hello,
@@ -182,19 +181,6 @@ async def test_an_episode_goes_there_and_back(address: str, tmp_path: Path) -> N
         (stored,) = (await read_episodes(server.ledger)).present
         assert stored.status == "accepted"
         assert await link.tally() == Tally(eval_accepted=1)
-
-
-async def test_the_trainer_knows_what_waits_and_what_its_own_workers_hold(
-    address: str, tmp_path: Path
-) -> None:
-    async with serving(address, tmp_path) as server, trainer(server.address) as link:
-        assert link.demand == Demand()
-        await link.register([new_episode(name) for name in "abcd"])
-        own = f"{link.own_clients}0-0"
-        for client in (own, "somebody else", own):
-            await server.claim(client)
-        await link.flush()
-        assert link.demand == Demand(waiting=1, own_claims={own: 2})
 
 
 async def test_many_episodes_are_registered_in_order(address: str, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ ERRORS: Mapping[str, str] = {
     "service, cannot score",
     "greedy": "sampled at temperature 0: the most probable token is no sample of a distribution",
     "constrained": "a grammar took choices away, and training.constrained_tokens is refuse",
+    "experts_of_another_model": "the recorded experts do not fit the trainer's layers, or their number",
     "logprobs_shifted": "the logprobs match the tokens one or two positions away",
     "logprobs_truncated": "the logprobs of a call end before its tokens do",
     "logprobs_of_the_likeliest": "the logprobs are those of the most likely token, not of the sampled one",

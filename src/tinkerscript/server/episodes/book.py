@@ -106,8 +106,8 @@ class EpisodeBook:
     def claims_held(self, client_uuid: str) -> int:
         return len(self._claims.get(client_uuid, ()))
 
-    def claims_by_client(self, prefix: str) -> dict[str, int]:
-        return {client: len(held) for client, held in self._claims.items() if client.startswith(prefix)}
+    def clients_named(self, prefix: str) -> list[str]:
+        return [client for client in self._claims if client.startswith(prefix)]
 
     @property
     def claims_in_all(self) -> int:
@@ -336,6 +336,7 @@ class EpisodeBook:
         waited = episode.claimed_at - episode.queued_at
         episode.queued_s = max(0.0, waited) if episode.queued_at else None
         self._touch_attempt(episode, episode.attempt)
+        self._changes.claimed.append((episode.sequence, episode.attempt))
         self._start_claim(episode)
         self._requests.claimed(episode)
         return episode
@@ -496,7 +497,8 @@ class EpisodeBook:
         self.counts.count(episode, -1)
         episode.state = state
         self.counts.count(episode, +1)
-        self._touch(episode)
+        if state != "claimed":
+            self._touch(episode)
         if state == "registered":
             self._forget_end(episode)
             episode.queued_at = self._wall()
@@ -578,7 +580,7 @@ class EpisodeBook:
         self.open_ends[episode.end_number] = episode
 
     def _set_consumed(self, episode: EpisodeRecord, consumed: bool) -> None:
-        self._touch(episode)
+        self._changes.consumed[episode.sequence] = consumed
         changes_status = episode.state == "ended"
         if changes_status:
             self.counts.count(episode, -1)

@@ -405,9 +405,6 @@ class StateCounts:
             if not unfinished_only or pool in self._unfinished or pool == TRAINER_POOL
         }
 
-    def waiting(self, pool: str) -> int:
-        return self._pools[pool]["registered"] if pool in self._pools else 0
-
     def failures(self) -> dict[EpisodeType, int]:
         """These counts never decrease."""
         return dict(self._failures)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast, get_args
 
+from tinkerscript.ledger import Ledger
 from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, ResultRow, Row, SampleRow
 from tinkerscript.protocol import TRAINER_POOL, EpisodeType, Failure
 
@@ -45,6 +46,8 @@ SERVER_KINDS = {
     *(CANCELLED, UNDELIVERABLE, BAD_PAYLOAD, WORKER_DIED, LEASE_EXPIRED, CLAIM_EXPIRED),
     *(CLIENT_GONE, CLIENT_STOPPED),
 }
+
+UPDATED_AT_ONCE = 5000
 
 EPISODE_TYPES: tuple[EpisodeType, ...] = ("train", "eval")
 
@@ -189,11 +192,37 @@ class Changes:
     saved: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
     """By uuid, without those in `added`."""
 
+    claimed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """Sequence and attempt of each claim that was made. Of the episode's row it changes only the state."""
+
+    consumed: dict[int, bool] = field(default_factory=dict[int, bool])
+    """By sequence: what `consumed` has become."""
+
     attempts: dict[tuple[int, int], AttemptRow] = field(default_factory=dict[tuple[int, int], AttemptRow])
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 
 
-def rows_of(changes: Changes) -> Iterator[Row]:
+# Statements run after the rows of their transaction, in which the claim may be over already.
+_SET_CLAIMED = """
+UPDATE {s}episodes SET state = 'claimed' WHERE sequence = ? AND state = 'registered' AND EXISTS
+    (SELECT 1 FROM {s}attempts WHERE episode = sequence AND attempt = ? AND failure IS NULL)
+"""
+
+
+def write_changes(ledger: Ledger, changes: Changes) -> None:
+    """Statements update single columns, because a row would update all of its indexes."""
+    ledger.note(_rows_of(changes))
+    for claim in changes.claimed:
+        ledger.execute(_SET_CLAIMED, *claim)
+    for value in set(changes.consumed.values()):
+        sequences = [each for each, consumed in changes.consumed.items() if consumed == value]
+        for start in range(0, len(sequences), UPDATED_AT_ONCE):
+            among = ", ".join(map(str, sequences[start : start + UPDATED_AT_ONCE]))
+            update = f"UPDATE {{s}}episodes SET consumed = ? WHERE sequence IN ({among})"
+            ledger.execute(update, int(value))
+
+
+def _rows_of(changes: Changes) -> Iterator[Row]:
     for episode in changes.added.values():
         yield SampleRow(digest=episode.sample, payload=episode.payload)
     for episode in (*changes.added.values(), *changes.saved.values()):

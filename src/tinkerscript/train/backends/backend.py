@@ -19,6 +19,7 @@ from tinker.types import LossFnType
 
 from tinkerscript.config import EngineConfig, TrainingConfig
 from tinkerscript.engine.losses import SKIPPED_STEPS
+from tinkerscript.engine.routing import Routing
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.sampler import (
     ProgressCallback,
@@ -91,6 +92,9 @@ class TrainerBackend(Publisher):
     scales_logits = False
     """Whether tokens train and are scored at their sampling temperatures, with the inputs `temperatures`
     and `mask` (`engine.losses`)."""
+
+    routing: Routing | None = None
+    """How experts are chosen, if sampling records and training replays them."""
 
     _start: FrozenModel | None = None
 

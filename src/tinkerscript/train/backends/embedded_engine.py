@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import tinker
 
 from tinkerscript.config import EngineConfig, LoraConfig
@@ -78,6 +79,7 @@ class EmbeddedBackend(TrainerBackend):
         self.max_context = engine.max_context
         self.vocabulary = engine.vocabulary
         self.stop_ids = engine.context.eos_ids
+        self.routing = engine.routing
         self.holds = max(int(engine.is_lora), HELD_BYTES // engine.version_bytes)
 
     @classmethod
@@ -115,6 +117,7 @@ class EmbeddedBackend(TrainerBackend):
             activation_checkpointing=config.activation_checkpointing,
             devices=config.devices,
             sharding=config.sharding,
+            routing_replay=config.routing_replay,
             log_dir=checkpoint_dir.parent / "logs",
         ) as engine:
             for warning in engine.warnings:
@@ -209,16 +212,20 @@ class EmbeddedSampler(FrozenSampler):
             stop_ids=[*request.stop_token_ids, *request.extra_stop_ids],
             min_p=request.min_p,
             sampled=request.sampled,
+            known=request.known,
             report=relay.report if relay else None,
             top_logprobs=request.top_logprobs,
             grammar=request.constraint.grammar if request.constraint else None,
             images=request.images,
         )
         try:
-            return [_packed(row) for row in await asyncio.wrap_future(rows)]
+            sequences = [_packed(row) for row in await asyncio.wrap_future(rows)]
         except GrammarError as error:
             assert request.constraint is not None
             raise _unusable(request.constraint, error) from error
+        if self.policy_version == FOREIGN_POLICY:  # It never trains.
+            return [msgspec.structs.replace(each, experts=b"") for each in sequences]
+        return sequences
 
     def cut(self) -> None:
         self._client.cut()
@@ -293,6 +300,7 @@ def _packed(row: SampledRow) -> SampledSequence:
         top_ids=top_ids,
         top_logprobs=top_logprobs,
         constrained=row.constrained,
+        experts=row.experts,
         is_cut=row.stop_reason == "cut",
     )
 
