@@ -283,6 +283,11 @@ def config_of(folder: Path) -> dict[str, Any]:
     return read_json((base_of_adapter(folder) or folder) / "config.json")
 
 
+def reads_images(folder: Path) -> bool:
+    """Raises ConfigError for an unreadable config.json."""
+    return config_of(folder).get("model_type") in IMAGE_MODEL_TYPES
+
+
 def text_config(folder: Path) -> dict[str, Any]:
     """Return config.json, or its part about text. Raises ConfigError."""
     path = (base_of_adapter(folder) or folder) / "config.json"

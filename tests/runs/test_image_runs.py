@@ -19,14 +19,17 @@ from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.image_features import with_images
 from tinkerscript.engine.weights import LoraSettings, load_model
+from tinkerscript.errors import ConfigError
 from tinkerscript.ledger.groups import recorded_groups
 from tinkerscript.ledger.sqlite import SqliteLedger
+from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 from tinkerscript.rollouts.trainers import to_training_datum
 from tinkerscript.testing import QuietReporter
+from tinkerscript.train.policy_loss import check_images
 from tinkerscript.train.run import run_training
 from vision_model import data_url, make_vision_model, own_processor, picture
 
@@ -74,6 +77,27 @@ async def rollout(episode):
             messages.append({"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]})
             made = await client.chat.completions.create(model="policy", messages=messages, max_tokens=6)
             messages.append(made.choices[0].message.model_dump(exclude_none=True))
+    return int(episode.episode_uuid, 16) % 1009 / 1009
+'''
+
+
+REFUSED = '''
+from openai import AsyncOpenAI, BadRequestError
+
+
+async def rollout(episode):
+    """An image, and after its refusal the question alone."""
+    image = {"type": "image_url", "image_url": {"url": URLS[0]}}
+    question = {"type": "text", "text": "What is it?"}
+    async with AsyncOpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key) as client:
+        for model in MODELS:
+            for content in ([image, question], [question]):
+                messages = [{"role": "user", "content": content}]
+                try:
+                    await client.chat.completions.create(model=model, messages=messages, max_tokens=6)
+                except BadRequestError as error:
+                    assert "because training.kl_penalty_coef does not work with images" in str(error)
+                    assert content[0] is image
     return int(episode.episode_uuid, 16) % 1009 / 1009
 '''
 
@@ -213,3 +237,44 @@ async def test_a_script_with_two_images_trains_as_it_sampled(tmp_path: Path, mod
     )
     folder = await run_training(script, QuietReporter())
     await check(folder.path, model, tmp_path, turns=2)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_an_image_does_not_end_a_run_that_cannot_train_on_it(
+    tmp_path: Path, model: Path, processes: int
+) -> None:
+    """Neither its own policy's nor a role's."""
+    text = REFUSED.replace("URLS", repr([data_url(FILES[0])])).replace("MODELS", "('policy', 'writer')")
+    (tmp_path / "agent.py").write_text(text)
+    steps = {"steps": 1, "groups_per_step": 1, "group_size": 4, "learning_rate": 1e-3, "kl_penalty_coef": 0.1}
+    script = config(
+        tmp_path,
+        model,
+        enable_tinkerscript_mode=True,
+        workers={"script": "agent.py", "count": 1, "concurrency": 4},
+        interchange_server={"interchange_server_port": 0, "processes": processes},
+        roles={"writer": {"kind": "trained"}},
+        training=steps,
+    )
+    reporter = QuietReporter()
+    folder = await run_training(script, reporter)
+    assert any(note.startswith("model calls with images are refused: this run") for note in reporter.notes)
+    assert [line["step"] for line in curve(folder.path)] == [1]
+    assert ask(folder.path, "SELECT count(*) FROM images") == [(0,)]
+    assert ask(folder.path, "SELECT DISTINCT role FROM calls ORDER BY role") == [("",), ("writer",)]
+
+
+def test_a_loss_of_the_start_policy_needs_a_model_of_text(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "from tinkerscript.engine.losses import Loss\n"
+        "inputs = {'target_tokens', 'logprobs', 'advantages', 'start_logprobs'}\n"
+        "loss = Loss(lambda logprobs, inputs, settings: -logprobs, inputs=inputs)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check_images(config(tmp_path, model), model)
+    own = config(tmp_path, model, training={"loss_fn": "own:loss"})
+    with pytest.raises(ConfigError, match=r"training\.loss_fn: 'own:loss' takes start_logprobs, which seq"):
+        check_images(own, model)
+    check_images(own, TINY_MODEL)

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, MessageImage, images_of
 from tinkerscript.limits import IMAGE_BYTES, IMAGE_PIXELS
-from tinkerscript.model_folder import IMAGE_MODEL_TYPES, base_of_adapter, config_of, read_json
+from tinkerscript.model_folder import base_of_adapter, read_json, reads_images
 from tinkerscript.rollouts.call import PlacedImage
 from tinkerscript.tokenizer import LightTokenizer
 
@@ -101,7 +101,7 @@ class ImageFormat:
     @classmethod
     def of(cls, folder: Path, tokenizer: LightTokenizer) -> ImageFormat | None:
         """None for a model that takes no images here. Raises ConfigError for one without a placeholder."""
-        if config_of(folder).get("model_type") not in IMAGE_MODEL_TYPES:
+        if not reads_images(folder):
             return None
         base = base_of_adapter(folder) or folder
         processor = read_json(base / "processor_config.json")

@@ -31,6 +31,7 @@ from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.dialects.agent_mode import AGENT_FIELDS, AGENT_PREFIX
 from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader, TokenCounter
+from tinkerscript.gateway.dialects.validation import ONLY_TEXT
 from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, fingerprint_of
 from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.limits import CALLS_AT_ONCE, FAILED_CALLS
@@ -107,9 +108,16 @@ class PreparedRequest(msgspec.Struct, frozen=True):
 
 class NamedModel(ABC):
     def __init__(
-        self, name: str, claims: ClaimBook, renderer: ConversationRenderer, *, role: str = ""
+        self,
+        name: str,
+        claims: ClaimBook,
+        renderer: ConversationRenderer,
+        *,
+        role: str = "",
+        no_images: str | None = None,
     ) -> None:
-        """`role` is recorded with the calls, and empty for the policy."""
+        """`role` is recorded with the calls, and empty for the policy. `no_images`: why calls may have none,
+        even if the model takes images."""
         self.name = name
         self.role = role
         self.max_context: int | None = None  # Tokens of prompt and reply together.
@@ -117,7 +125,7 @@ class NamedModel(ABC):
         self._prompts = renderer
         self._states: dict[tuple[str, int], ClaimState] = {}
         self._handlers: dict[str, tuple[_Handler, Dialect[Any]]] = {}
-        self.dialects = list(_dialects(renderer))
+        self.dialects = list(_dialects(renderer, no_images))
         for dialect in self.dialects:
             self._handlers[route_of(dialect)] = (self._answer, dialect)
             if isinstance(dialect, TokenCounter):
@@ -179,7 +187,7 @@ class NamedModel(ABC):
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():
-            if dialect.takes_images and (b"image_url" in body or b"\\u" in body):
+            if dialect.no_images is None and (b"image_url" in body or b"\\u" in body):
                 loop = asyncio.get_running_loop()
                 fingerprint, call = await loop.run_in_executor(_DECODING, _read, dialect, caller, body)
             else:
@@ -282,12 +290,12 @@ def _read(dialect: Dialect[Any], caller: Caller, body: bytes) -> tuple[RequestFi
     return fingerprint_of(caller.headers, dialect.path, body), dialect.read(dialect.parse, body)
 
 
-def _dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
-    images = renderer.images is not None
+def _dialects(renderer: ConversationRenderer, no_images: str | None) -> Iterator[Dialect[Any]]:
+    why = ONLY_TEXT if renderer.images is None else no_images
     for dialect in DIALECTS:
-        yield dialect(renderer.tokenizer, takes_images=images)
+        yield dialect(renderer.tokenizer, no_images=why)
         if dialect.path in AGENT_FIELDS:
-            yield dialect(renderer.tokenizer, agent_mode=True, takes_images=images)
+            yield dialect(renderer.tokenizer, agent_mode=True, no_images=why)
 
 
 def route_of(dialect: Dialect[Any], *, counts: bool = False) -> str:

@@ -20,6 +20,8 @@ from PIL.PngImagePlugin import PngImageFile
 
 from gateway_bench import Bench
 from session_book import Book, assistant, user
+from tinkerscript.config import RunConfig
+from tinkerscript.gateway.dialects import AGENT_PREFIX
 from tinkerscript.gateway.images import ImageFormat, read_image
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.call import Call, PlacedImage, unpack_ids
@@ -347,6 +349,58 @@ async def test_a_model_of_text_takes_no_images(bench: Bench) -> None:
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, "unsupported_content")
     assert error["param"] == "messages[0].content[0]"
+
+
+async def test_a_run_that_cannot_train_on_images_refuses_them(folder: Path) -> None:
+    """Streamed and in agent mode too."""
+    bench = Bench(folder, no_images={"": "this run takes only text, because of x"})
+    for path, fields in (
+        ("/v1/chat/completions", {}),
+        ("/v1/chat/completions", {"stream": True}),
+        (f"{AGENT_PREFIX}/v1/chat/completions", {}),
+    ):
+        body = {"model": "policy", "messages": [asked("Look:", ONE)], **fields}
+        response = await bench.client.post(path, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "unsupported_content")
+        assert error["param"] == "messages[0].content[1]"
+        assert error["message"].endswith("is not supported; this run takes only text, because of x")
+    assert bench.sampler.requests == []
+    await bench.ask("hi")
+    await bench.client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({}, {}),
+        ({"engine": {"backend": "tinker"}}, {"": "engine.backend: tinker"}),
+        ({"engine": {"devices": 2}}, {"": "engine.devices: 2"}),
+        (
+            {"inference": {"backend": "vllm", "base_url": "http://127.0.0.1:1"}},
+            {"": "inference.backend: vllm"},
+        ),
+        ({"training": {"kl_penalty_coef": 0.1}}, {"": "training.kl_penalty_coef"}),
+        ({"training": {"loss_config": {"kl_k3": 0.1}}}, {"": "training.loss_config.kl_k3"}),
+        (
+            {"training": {"kl_penalty_coef": 0.1}, "roles": {"writer": {"kind": "trained"}}},
+            {"": "training.kl_penalty_coef", "writer": "training.kl_penalty_coef"},
+        ),
+        (
+            {
+                "training": {"distillation": {"teacher": "old"}},
+                "roles": {"writer": {"kind": "trained"}, "old": {"kind": "frozen"}},
+            },
+            {"": "training.distillation"},
+        ),
+    ],
+)
+def test_a_config_says_why_its_policies_take_no_images(given: dict[str, Any], why: dict[str, str]) -> None:
+    expected = {
+        role: f"this run takes only text, because {name} does not work with images"
+        for role, name in why.items()
+    }
+    assert RunConfig.model_validate(given).no_images == expected
 
 
 def test_samplers_that_ignore_images_refuse_them() -> None:

@@ -32,6 +32,7 @@ from tinkerscript.gateway.dialects.openai import (
     usage_of,
 )
 from tinkerscript.gateway.dialects.validation import (
+    ONLY_TEXT,
     MaxTokens,
     TopLogprobs,
     Unsupported,
@@ -148,16 +149,16 @@ _CHAT = msgspec.json.Decoder(_Chat)
 
 def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
     """Raises GatewayError 400."""
-    return _normalized_chat(decode(_CHAT, data), None)
+    return _normalized_chat(decode(_CHAT, data), ONLY_TEXT)
 
 
 def _normalized_chat(
-    chat: _Chat | _Request, files: dict[str, bytes] | None
+    chat: _Chat | _Request, files: dict[str, bytes] | str
 ) -> tuple[list[ChatMessage], list[Tool]]:
-    """Adds images to `files`; None refuses them."""
+    """Adds images to `files`, which may be the reason to refuse them instead."""
     functions = [tool.function for tool in chat.tools or ()]
     tools = [function_tool(each.name, each.description, each.parameters) for each in functions]
-    if files is not None:
+    if not isinstance(files, str):
         contents = [message.content for message in chat.messages if isinstance(message.content, list)]
         # Before any is decoded.
         IMAGES.check(sum(part.get("type") == "image_url" for content in contents for part in content))
@@ -202,11 +203,11 @@ def _max_tokens(request: _Request) -> int | None:
     return old if new is None else new
 
 
-def _normalized(message: _Message, index: int, files: dict[str, bytes] | None) -> ChatMessage:
+def _normalized(message: _Message, index: int, files: dict[str, bytes] | str) -> ChatMessage:
     role = "system" if message.role == "developer" else message.role
     if message.content is None and role != "assistant":
         raise invalid(f"messages[{index}].content", f"a message of the role {role!r} needs content")
-    content, images = _content(message.content, index, files if role == "user" else None)
+    content, images = _content(message.content, index, files if role == "user" else ONLY_TEXT)
     normalized: ChatMessage = {"role": role, "content": content}
     if images:
         normalized["images"] = images
@@ -239,14 +240,16 @@ def _add_assistant_fields(normalized: ChatMessage, message: _Message) -> None:
 
 
 def _content(
-    content: str | list[dict[str, Any]] | None, index: int, files: dict[str, bytes] | None
+    content: str | list[dict[str, Any]] | None, index: int, files: dict[str, bytes] | str
 ) -> tuple[str, list[MessageImage]]:
     if content is None or isinstance(content, str):
         return content or "", []
     whole, images = "", list[MessageImage]()
     for position, part in enumerate(content):
         where = f"messages[{index}].content[{position}]"
-        if files is not None and part.get("type") == "image_url":
+        if part.get("type") == "image_url":
+            if isinstance(files, str):
+                raise unsupported_content("image_url", where, files)
             url = convert(part, _ImagePart, where).image_url.url
             image, file = read_image(url, len(whole), where)
             images.append(image)
@@ -338,7 +341,7 @@ class ChatCompletions(OpenAIDialect[ModelCall]):
     def parse(self, body: bytes) -> ModelCall:
         request = decode(_DECODER, body)
         files: dict[str, bytes] = {}
-        messages, tools = _normalized_chat(request, files if self.takes_images else None)
+        messages, tools = _normalized_chat(request, files if self.no_images is None else self.no_images)
         return ModelCall(
             messages=messages,
             tools=tools,

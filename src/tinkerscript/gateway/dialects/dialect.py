@@ -15,6 +15,7 @@ from tinkerscript import limits
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.dialects.agent_mode import SIDE_MODEL, without_agent_fields
+from tinkerscript.gateway.dialects.validation import ONLY_TEXT
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.sampler import SampledTokens
 from tinkerscript.tokenizer import THINK_END, LightTokenizer
@@ -159,11 +160,12 @@ class Dialect(ABC, Generic[CallT]):
     path: ClassVar[str]
 
     def __init__(
-        self, tokenizer: LightTokenizer, *, agent_mode: bool = False, takes_images: bool = False
+        self, tokenizer: LightTokenizer, *, agent_mode: bool = False, no_images: str | None = ONLY_TEXT
     ) -> None:
+        """`no_images`: why messages may have none. None: they may."""
         self.tokenizer = tokenizer
         self.agent_mode = agent_mode
-        self.takes_images = takes_images
+        self.no_images = no_images
 
     def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
         """Raises GatewayError 400, also for a call beyond one of `limits`."""
