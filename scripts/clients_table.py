@@ -55,7 +55,8 @@ REFUSED_TEXT = """\
 ## Refused requests
 
 An unsupported field is refused with status 400 before anything is sampled, with a message that names it, such
-as `reasoning.effort is not supported by this server; leave it out`. Tested were:
+as `reasoning.effort is not supported by this server; leave it out`. Tested, with a model that takes no
+[images](models.md#images), were:
 """
 
 SNIPPETS_TEXT = """\

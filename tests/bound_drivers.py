@@ -40,6 +40,9 @@ TOKENS = {
     "TINKERSCRIPT_ADMIN_TOKEN": "token-of-the-admin",
 }
 
+OF_IMAGES = {"images", "image", "image's size"}
+"""Bounds that only a server of a model with images has: `tests/unit/gateway/test_gateway_images.py`."""
+
 LIMITS = {
     **{name: bound.limit for name, bound in BOUNDS.items() if bound.limit},
     **{f"{SECTION}.{name}": value for name, value in SETTINGS.items() if not isinstance(value, list)},

@@ -40,8 +40,10 @@ class Bench:
         claims: MemoryClaimBook | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         outside: dict[str, OutsideServer] | None = None,
+        no_images: dict[str, str] | None = None,
     ) -> None:
         self._outside = outside
+        self._no_images = no_images
         self.folder = folder
         self._chat_template_kwargs = chat_template_kwargs
         self.tokenizer = LightTokenizer(folder)
@@ -59,6 +61,7 @@ class Bench:
             sampling=SAMPLING,
             chat_template_kwargs=self._chat_template_kwargs,
             outside=self._outside,
+            no_images=self._no_images,
         )
         self.app = FastAPI()
         self.app.include_router(self.gateway.router)

@@ -19,7 +19,7 @@ from interchange_helpers import eventually
 from run_ledger import ended_episode
 from tinkerscript.errors import StoreError
 from tinkerscript.ledger import Ledger
-from tinkerscript.ledger.compression import DICTIONARIES, DICTIONARY_BLOBS
+from tinkerscript.ledger.compression import DICTIONARIES, DICTIONARY_BLOBS, unpacked
 from tinkerscript.ledger.history import begin, find_beginning
 from tinkerscript.ledger.ledger import WriteBatch
 from tinkerscript.ledger.rows import (
@@ -30,6 +30,7 @@ from tinkerscript.ledger.rows import (
     EpisodeRow,
     EvaluationRow,
     FactRow,
+    ImageRow,
     PublicationRow,
     ResumptionRow,
     Row,
@@ -42,7 +43,7 @@ from tinkerscript.ledger.rows import (
     column_types,
 )
 from tinkerscript.ledger.storage import StorageLimit
-from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
+from tinkerscript.rollouts.call import Call, PlacedImage, pack_ids, pack_logprobs
 
 Reopen = Callable[[], Ledger]
 
@@ -316,6 +317,25 @@ class LedgerContract:
             [f"one-{number}" for number in range(4)],
             [],
         ]
+
+    async def test_an_image_is_stored_once_and_read_with_its_calls(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        ledger.note([episode(1), episode(2)])
+        files = [ANY_BYTES * 40, *(b"%d" % number for number in range(2500))]
+        images = [PlacedImage(number, file) for number, file in enumerate(files)]
+        seeing = [msgspec.structs.replace(call(name), images=images) for name in "abc"]
+        for number, each in enumerate(seeing):
+            ledger.put_call(1 + number % 2, 1, each)
+        ledger.put_call(2, 1, call("text"))
+        await ledger.close()
+        again = await leading(reopen)
+        one, other = await again.calls([(1, 1), (2, 1)])
+        assert one == [seeing[0], seeing[2]]
+        assert other == [seeing[1], call("text")]
+        stored = await again.rows(ImageRow)
+        assert sorted(bytes(row.file) for row in stored) == sorted(files)
+        assert all(row.size < 200_000 for row in await again.rows(CallRow))
+        assert ANY_BYTES not in b"".join(unpacked(bytes(row.call)) for row in await again.rows(CallRow))
 
     async def test_a_dictionary_compresses_calls_also_after_a_restart(self, reopen: Reopen) -> None:
         ledger = await leading(reopen)

@@ -21,6 +21,7 @@ SHAPE: dict[str, Any] = {
     **{"num_attention_heads": 4, "max_position_embeddings": CONTEXT, "pad_token_id": None},
     **{"bos_token_id": None, "eos_token_id": 1},
 }
+LLAMA: dict[str, Any] = {"model_type": "llama", **SHAPE}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 HEADS: dict[str, Any] = {"head_dim": 8, **GROUPED}
 WINDOW: dict[str, Any] = {"sliding_window": 16}
@@ -158,6 +159,8 @@ FAMILIES = [
         "GptOss",
         {**MIXED, **HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    Family("Idefics3", "Idefics3", {"text_config": {**LLAMA, **GROUPED}, "vision_config": TOWER}),
+    Family("SmolVLM", "SmolVLM", {"text_config": {**LLAMA, **GROUPED}, "vision_config": TOWER}),
     Family("DeepSeek V2", "DeepseekV2", LATENT),
     Family("DeepSeek V3, Kimi K2", "DeepseekV3", LATENT),
     Family("GLM 4.7 Flash", "Glm4MoeLite", LATENT),

@@ -63,6 +63,7 @@ class Book:
             call_id=f"call{len(self.calls)}",
             parent_id=turn.parent.call_id if turn.parent else None,
             new_prompt=turn.new_prompt,
+            images=turn.images,
             sampled=pack_ids(sampled),
             logprobs=pack_logprobs([-0.5] * len(sampled)),
             stop_reason="stop",

@@ -281,6 +281,8 @@ class ChatConverter:
         if message.role == "tool":
             text = f"Error: {message.error.message}" if message.error else _text_only(message.content)
             return {"role": "tool", "content": text, "tool_call_id": message.tool_call_id or ""}
+        if message.role == "user":
+            return {"role": "user", "content": _content_of(message)}
         return {"role": message.role, "content": _text_only(message.content)}
 
     def _assistant(self, message: ChatMessageAssistant) -> Json:
@@ -373,8 +375,8 @@ def text_of(message: MessageDict) -> str:
 
 def _to_dict(message: ChatMessage) -> MessageDict:
     stored = _base_dict(message, images=True)
-    if not isinstance(message.content, str) and any(part.type == "image" for part in message.content):
-        stored["content"] = [_stored_part(part) for part in message.content if part.type != "reasoning"]
+    if _has_images(message):
+        stored["content"] = _parts(message)
     if message.role == "assistant" and message.tool_calls:
         stored["tool_calls"] = [
             _function_call(call, json.dumps(call.arguments))
@@ -386,6 +388,19 @@ def _to_dict(message: ChatMessage) -> MessageDict:
         if message.error is not None:
             stored["error"] = {"type": message.error.type, "message": message.error.message}
     return stored
+
+
+def _content_of(message: ChatMessage) -> str | list[dict[str, Any]]:
+    text = _text_only(message.content, images=True)
+    return _parts(message) if _has_images(message) else text
+
+
+def _has_images(message: ChatMessage) -> bool:
+    return not isinstance(message.content, str) and any(part.type == "image" for part in message.content)
+
+
+def _parts(message: ChatMessage) -> list[dict[str, Any]]:
+    return [_stored_part(part) for part in message.content if not isinstance(part, ContentReasoning | str)]
 
 
 def _stored_part(part: Content) -> dict[str, Any]:
@@ -415,8 +430,8 @@ def _texts(content: str | Sequence[Content], *, images: bool = False) -> tuple[s
     return text, reasoning
 
 
-def _text_only(content: str | Sequence[Content]) -> str:
-    text, reasoning = _texts(content)
+def _text_only(content: str | Sequence[Content], *, images: bool = False) -> str:
+    text, reasoning = _texts(content, images=images)
     if reasoning:
         raise UnsupportedError("the conversation has reasoning content outside an assistant message")
     return text

@@ -34,7 +34,12 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "preprocessor_config.json",
+    "processor_config.json",
 )
+IMAGE_MODEL_TYPES = frozenset({"idefics3", "smolvlm"})
+"""Models that take images here. Others with a vision tower take text."""
+
 ADAPTER_CONFIG = "adapter_config.json"
 
 _CONFIG_FILES = ("config.json", "generation_config.json")
@@ -276,6 +281,11 @@ def eos_token_of(folder: Path) -> str | int | None:
 def config_of(folder: Path) -> dict[str, Any]:
     """Return config.json, for an adapter its base's, empty without one. Raises ConfigError."""
     return read_json((base_of_adapter(folder) or folder) / "config.json")
+
+
+def reads_images(folder: Path) -> bool:
+    """Raises ConfigError for an unreadable config.json."""
+    return config_of(folder).get("model_type") in IMAGE_MODEL_TYPES
 
 
 def text_config(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from tinkerscript.errors import GatewayError
-from tinkerscript.rollouts.call import LogprobKind, StopReason
+from tinkerscript.rollouts.call import LogprobKind, PlacedImage, StopReason
 
 __all__ = [
     "Constraint",
@@ -44,6 +44,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for samples. Lengths are in tokens."""
 
     prompt: bytes  # Ids (int32).
+    images: list[PlacedImage] = []  # Of `prompt`.
     max_tokens: int
     num_samples: int = 1
     temperature: float = 1.0
@@ -184,13 +185,16 @@ def refuse_unsupported(
     min_p: bool = False,
     repetition_penalty: bool = False,
     mixed_stops: bool = False,
+    images: bool = False,
 ) -> None:
     """Raise GatewayError 400 if `engine` lacks a feature that `request` needs.
 
     `mixed_stops`: both stop strings and extra stop ids in one request.
     """
     refused = ""
-    if request.constraint is not None and not constraints:
+    if request.images and not images:
+        refused = "image_url"
+    elif request.constraint is not None and not constraints:
         refused = request.constraint.asked_by
     elif request.top_logprobs and not top_logprobs:
         refused = "top_logprobs"

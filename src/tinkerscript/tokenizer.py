@@ -65,6 +65,9 @@ class SpecialTokenEscaper:
             return original
         return cast("T", _mapped(value, self._mark))
 
+    def marks(self, token: str) -> bool:
+        return bool(self._special.fullmatch(token))
+
     def pieces(self, text: str) -> list[tuple[str, bool]]:
         """Split into ordinary text without marks (False) and the renderer's special tokens (True), with the
         white space they swallow."""

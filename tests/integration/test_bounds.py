@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bound_drivers import SETTINGS, SHAPES, SLOW, SUMS, TOKENS, Holder, combinations, drive_sum
+from bound_drivers import OF_IMAGES, SETTINGS, SHAPES, SLOW, SUMS, TOKENS, Holder, combinations, drive_sum
 from interchange_setup import Setup, serving
 from tinkerscript.limits import BOUNDS
 
@@ -23,7 +23,7 @@ async def server(tmp_path_factory: pytest.TempPathFactory, byte_model: Path) -> 
 
 
 def test_every_bound_has_a_driver() -> None:
-    assert set(BOUNDS) == set(SHAPES) | set(SUMS)
+    assert set(BOUNDS) == set(SHAPES) | set(SUMS) | OF_IMAGES
     assert not set(SHAPES) & set(SUMS)
     assert len(BOUNDS) >= 40
 

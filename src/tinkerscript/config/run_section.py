@@ -407,6 +407,26 @@ class RunConfig(Section):
         return self.training.model_copy(update={"learning_rate": rate, "distillation": alone})
 
     @property
+    def no_images(self) -> dict[str, str]:
+        """Why calls of a policy may have no images, by role (empty: the main policy). A policy that is left
+        out can train on them."""
+        found: dict[str, str] = {}
+        for role in ("", *self.trained_roles):
+            training = self.training_of(role)
+            # The trainer could not compute these sequences, which would end the run.
+            against = {
+                f"engine.backend: {self.engine.backend}": self.engine.backend != "embedded",
+                f"engine.devices: {self.engine.devices}": self.engine.devices > 1,
+                f"inference.backend: {self.inference.backend}": self.inference.backend != "trainer",
+                "training.kl_penalty_coef": training.kl_penalty_coef > 0,
+                **{f"training.loss_config.{name}": True for name in training.kl_losses},
+                "training.distillation": bool(training.distillation.teacher),
+            }
+            if reasons := [name for name, holds in against.items() if holds]:
+                found[role] = f"this run takes only text, because {reasons[0]} does not work with images"
+        return found
+
+    @property
     def slots(self) -> int:
         """Maximum number of episodes that the run's own workers hold at once. 0: it starts no workers."""
         workers = self.workers

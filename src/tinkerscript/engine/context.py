@@ -28,6 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tinkerscript.engine.decoder import text_config_of
 from tinkerscript.engine.grammars import Grammars
+from tinkerscript.engine.image_features import ImageReader
 from tinkerscript.engine.kv_cache import CacheBudget
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -59,6 +60,7 @@ class EngineContext:
     vocabulary: int
     eos_ids: frozenset[int]
     grammars: Grammars
+    images: ImageReader
 
     budget: CacheBudget
 
@@ -86,6 +88,7 @@ def open_context(
     max_batch: int,
     budget: CacheBudget,
     max_context: int,
+    images: ImageReader,
     thread: EngineThread | None = None,
 ) -> EngineContext:
     """Starts a thread unless one is given. Raises EngineError if the config lacks a context length."""
@@ -105,6 +108,7 @@ def open_context(
         vocabulary=vocabulary,
         eos_ids=eos_ids,
         budget=budget,
+        images=images,
         grammars=Grammars(folder / "tokenizer.json", vocabulary=vocabulary, end_id=min(eos_ids, default=0)),
         # Last, because nothing could close it if a later step raised.
         thread=thread or EngineThread(),

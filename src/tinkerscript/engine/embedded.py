@@ -24,6 +24,7 @@ from tinkerscript.engine.context import (
     short_context,
 )
 from tinkerscript.engine.decoder import Decoder, FusedDecoder, HubDecoder, decoder_for, own_logits
+from tinkerscript.engine.image_features import ImageReader
 from tinkerscript.engine.kv_cache import PLACES, CacheBudget
 from tinkerscript.engine.memory import cache_budget, cache_bytes
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
@@ -173,6 +174,7 @@ class EmbeddedEngine:
             self._lora = lora
             if frozen and activation_checkpointing:
                 checkpoint_activations(self._model)
+            self._images = ImageReader(self._model, folder, devices=devices)
             self._base = _lora_base(self._model, folder, decoder, lora, adapter) if frozen else None
             if base is not None:
                 weights = self._weights_of(adapter, None)
@@ -187,6 +189,7 @@ class EmbeddedEngine:
                 max_batch=max_batch,
                 budget=CacheBudget(cache),
                 max_context=min(longest, cache // token // PLACES * PLACES),
+                images=self._images,
             )
             undo.pop_all()
 
@@ -358,7 +361,11 @@ class EmbeddedEngine:
             return _leading_trainer(ranks, weights, share_prefixes=self.shares_prefixes, routing=self.routing)
         autocast = torch.float32 if self._base else self.dtype
         return Trainer(
-            weights, share_prefixes=self.shares_prefixes, compute_dtype=autocast, routing=self.routing
+            weights,
+            share_prefixes=self.shares_prefixes,
+            compute_dtype=autocast,
+            routing=self.routing,
+            images=self._images,
         )
 
 

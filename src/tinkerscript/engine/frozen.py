@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tinkerscript.engine.context import EngineContext, exact_context, open_context
 from tinkerscript.engine.decoder import decoder_for, own_logits
+from tinkerscript.engine.image_features import ImageReader
 from tinkerscript.engine.lora import LoraBase
 from tinkerscript.engine.losses import TEMPERATURES
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
@@ -153,6 +154,7 @@ class FrozenModels:
             max_batch=mine.max_batch,
             budget=mine.budget,
             max_context=exact_context(model.config),
+            images=ImageReader(model, folder),
             thread=mine.thread,
         )
         return FrozenBase(lora, context, shares)

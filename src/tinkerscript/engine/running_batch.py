@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tinkerscript.engine.decoder import Decoder
 from tinkerscript.engine.grammars import Matcher
+from tinkerscript.engine.image_features import ImageFeatures, ImageReader, Placed
 from tinkerscript.engine.kv_cache import CacheBudget, KVCache, RowState, cut, stored_tokens
 from tinkerscript.engine.prefix_store import WORTH_TOKENS, Ids, Prefilled, PrefixStore, common_length
 from tinkerscript.engine.sampling import Chosen, RowSettings, choose
@@ -89,6 +90,10 @@ class Request:
     """How many of the prompt's first ids to return no experts of."""
 
     matchers: list[Matcher] | None = None
+    images: Sequence[Placed] = ()
+    """Images of `prompt`, the placeholders of which become their ids in `submit`."""
+
+    held: Sequence[ImageFeatures] = ()
     future: Future[list[SampledRow]] = field(default_factory=Future[list[SampledRow]])
     finished: dict[int, SampledRow] = field(default_factory=dict[int, SampledRow])
 
@@ -161,8 +166,10 @@ class RunningBatch:
         random: np.random.Generator,
         budget: CacheBudget | None = None,
         prefixes: PrefixStore | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         self._decoder = decoder
+        self._images = images
         self._device = decoder.device
         self._max_rows = max_rows
         self._max_length = max_length
@@ -186,6 +193,14 @@ class RunningBatch:
 
     def submit(self, request: Request) -> None:
         """The request's future resolves to its rows in sample order."""
+        if request.images:
+            try:
+                assert self._images is not None
+                ids, request.held = self._images.read(request.prompt, request.images)
+            except Exception as error:  # noqa: BLE001 - the request's future carries it
+                _fail(request, error)
+                return
+            request.prompt = tuple(ids)
         self._waiting.extend(RunningRow(request, index) for index in range(request.num_samples))
         if self._is_cut:
             self.cut()

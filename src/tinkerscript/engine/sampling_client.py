@@ -16,6 +16,7 @@ from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
 
 from tinkerscript.engine.context import EngineContext
 from tinkerscript.engine.decoder import Decoder
+from tinkerscript.engine.image_features import Placed
 from tinkerscript.engine.prefix_store import PrefixStore
 from tinkerscript.engine.running_batch import Report, Request, RunningBatch, SampledRow
 from tinkerscript.engine.sampling import PromptScores, score_prompt
@@ -41,6 +42,7 @@ class EmbeddedSamplingClient:
             random=context.random,
             budget=context.budget,
             prefixes=self._prefixes,
+            images=context.images,
         )
         self._names = itertools.count()
 
@@ -83,6 +85,7 @@ class EmbeddedSamplingClient:
         min_p: float = 0.0,
         sampled: int = 0,
         known: int = 0,
+        images: Sequence[Placed] = (),
     ) -> Future[list[SampledRow]]:
         """`sample` with options that Tinker's method lacks. Cancelling the future ends the sampling.
 
@@ -96,10 +99,12 @@ class EmbeddedSamplingClient:
             min_p: Minimum probability, as a share of the most probable token's.
             sampled: How many of the last `ids` begin the reply, from other weights.
             known: How many of the first `ids` to return no experts of.
+            images: Images of the placeholders in `ids`.
         """
         if not 0 <= known <= len(ids):
             raise EngineRequestError(f"known must be 0 to {len(ids)}, the prompt's tokens, got {known}")
         request = self._request(ids, num_samples, sampling_params)
+        request.images = images
         request.stop_ids |= frozenset(stop_ids)
         request.report, request.top_logprobs, request.min_p = report, top_logprobs, min_p
         request.sampled, request.known = sampled, known

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from tinkerscript.engine.context import EngineContext, exact_context
 from tinkerscript.engine.decoder import Decoder, HubDecoder, text_config_of
+from tinkerscript.engine.image_features import IdsWithImages, ImageFeatures, ImageReader
 from tinkerscript.engine.losses import (
     CANDIDATE_LOGPROBS,
     CANDIDATES,
@@ -81,6 +82,9 @@ class Example:
 
     experts: np.ndarray | None = None
     """uint8 [T, bytes]: experts to choose. None: as usual."""
+
+    images: Sequence[ImageFeatures] = ()
+    """Held while `ids` stand for them."""
 
 
 class Weights(ABC):
@@ -145,11 +149,12 @@ class Trainer:
         compute_dtype: torch.dtype = torch.float32,
         routing: Routing | None = None,
         top: int = 0,
+        images: ImageReader | None = None,
     ) -> None:
         """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: of matrix
         products (torch's autocast); weights and moments stay float32. `routing`: replays `CHOSEN_EXPERTS`.
         `top`: how many of the most probable tokens to return besides the targets', without a loss of their
-        own."""
+        own. `images`: None refuses images."""
         self.weights = weights
         self.model = model = weights.model
         self._microbatch_tokens = microbatch_tokens or tokens_of_microbatch(model.device)
@@ -157,6 +162,7 @@ class Trainer:
         self._segments = takes_segments(model)
         self._compute_dtype, self._top = compute_dtype, top
         self._routing = routing
+        self._images = images
         self._max_context = exact_context(model.config)
         self.reset_optimizer()
 
@@ -288,7 +294,13 @@ class Trainer:
         ):
             if tokens.min() < 0 or tokens.max() >= vocabulary:
                 raise EngineRequestError(f"datum {index}: {name} has ids outside [0, {vocabulary})")
-        return Example(index, ids, inputs, experts)
+        images: Sequence[ImageFeatures] = ()
+        if isinstance(datum.model_input, IdsWithImages):
+            if self._images is None:
+                raise EngineRequestError(f"datum {index}: this trainer takes no images")
+            read, images = self._images.read(ids.tolist(), datum.model_input.images)
+            ids = np.asarray(read, np.int64)
+        return Example(index, ids, inputs, experts, images)
 
     def _experts(self, where: str, length: int, given: np.ndarray | None) -> np.ndarray | None:
         routing = self._routing

@@ -16,13 +16,14 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
+from tinkerscript.engine.image_features import embed_images, takes_images
 from tinkerscript.engine.products import speed_up
 from tinkerscript.errors import EngineError, EngineRequestError
-from tinkerscript.model_folder import ADAPTER_CONFIG, copy_tokenizer
+from tinkerscript.model_folder import ADAPTER_CONFIG, IMAGE_MODEL_TYPES, copy_tokenizer
 
 OPTIMIZER_FILE = "optimizer.pt"
 
@@ -58,13 +59,18 @@ def load_model(
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         # `sdpa`'s fused kernels ignore a soft cap (Gemma 2).
         capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        kind: Any = AutoModelForCausalLM
+        if config.model_type in IMAGE_MODEL_TYPES:
+            kind = AutoModelForImageTextToText
+        model: Any = kind.from_pretrained(
             folder, local_files_only=True, dtype=dtype, attn_implementation="eager" if capped else None
         )
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"cannot load a causal language model from {folder}: {error}") from error
     if torch.device(device).type == "cpu":
         speed_up(model)
+    if takes_images(model):
+        embed_images(model)
     return model.to(device).eval()
 
 

@@ -3,7 +3,7 @@
 A normalized message has `role`, `content` (always a string), and optionally `name`, `tool_call_id`,
 `reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are never rendered:
 `id`, the call that sampled an assistant message; `instructions`, true for a system message of one request;
-and a tool result's `is_error`.
+and a tool result's `is_error`. A user's message may have `images` (`gateway.images`).
 
 Two messages are the same if and only if their keys are equal:
 
@@ -19,11 +19,22 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import msgspec
 
 ChatMessage = dict[str, Any]
+
+
+class MessageImage(TypedDict):
+    at: int
+    """Number of characters of the content before it."""
+
+    sha256: str
+    """Of the file, in hex."""
+
+    width: int
+    height: int
 
 
 Tool = dict[str, Any]  # OpenAI's: `{"type": "function", "function": {"name", "description", "parameters"}}`.
@@ -48,7 +59,13 @@ def message_keys(messages: Iterable[ChatMessage], before: ChatMessage | None = N
             yield reply_key(message)
         else:
             given = message.get("tool_call_id")
-            yield (role, message["content"], message.get("name") or "", positions.get(given, given))
+            key = (role, message["content"], message.get("name") or "", positions.get(given, given))
+            images = tuple((image["at"], image["sha256"]) for image in images_of(message))
+            yield (*key, images) if images else key
+
+
+def images_of(message: ChatMessage) -> list[MessageImage]:
+    return message.get("images", [])
 
 
 def text_size(messages: Iterable[ChatMessage]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
 from itertools import product
@@ -25,7 +25,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.gateway.chat_messages import ChatMessage, Tool, images_of
 from tinkerscript.model_folder import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -33,6 +33,8 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now")
 
 _FIELDS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"})
+
+_IMAGE = "\ufdd1"  # A Unicode noncharacter.
 
 PROBE_TOOL_NAME = "probe_tool"
 
@@ -93,9 +95,12 @@ class MessageForm:
     parsed_arguments: bool = True  # Arguments are an object rather than JSON text.
     short_ids: bool = False  # Ids have nine letters or digits (Mistral).
     tools_in: str = ""  # The role that declares tools as text; empty if the template does.
+    in_parts: bool = False  # Content is always a list of parts (SmolVLM).
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
         given = {name: value for name, value in message.items() if name in _FIELDS}
+        if self.in_parts or "images" in message:
+            given["content"] = _parts(given["content"] or "", bool(message.get("images")))
         if "reasoning_content" in given and not (given["content"] and given.get("tool_calls")):
             # gpt-oss's name for it, refused together with text and calls.
             given["thinking"] = given["reasoning_content"]
@@ -195,23 +200,26 @@ class ChatTemplate:
 
     def _find_form(self) -> MessageForm:
         """Find the first form in which the template writes a tool call and its result."""
-        if self._writes_tools():
+        parts = MessageForm(in_parts=True)
+        shown = ["probe_question" in self._probed(PROBE_CALL[:1], form) for form in (self.form, parts)]
+        plain = parts if shown == [False, True] else self.form
+        if self._writes_tools(plain):
             for content, parsed, short in product(("", None), (True, False), (False, True)):
-                form = MessageForm(content, parsed, short)
+                form = replace(plain, empty_content=content, parsed_arguments=parsed, short_ids=short)
                 written = self._probed(PROBE_CALL, form)
                 if "probe_value" in written and "probe_result" in written:
                     return form
-            return MessageForm()
+            return plain
         for role in ("system", "user"):
-            form = MessageForm(tools_in=role)
+            form = replace(plain, tools_in=role)
             if "probe_key" in self._probed(PROBE_CALL, form):
                 return form
-        return MessageForm()
+        return plain
 
-    def _writes_tools(self) -> bool:
+    def _writes_tools(self, form: MessageForm) -> bool:
         system: ChatMessage = {"role": "system", "content": "probe_system"}
         conversations = (PROBE_CALL[:1], [system, *PROBE_CALL[:1]])
-        return any(PROBE_TOOL_NAME in self._probed(messages, MessageForm()) for messages in conversations)
+        return any(PROBE_TOOL_NAME in self._probed(messages, form) for messages in conversations)
 
     def _probed(self, messages: Sequence[ChatMessage], form: MessageForm) -> str:
         try:
@@ -224,6 +232,31 @@ _REFUSALS = (
     jinja2.TemplateError,
     *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError),
 )
+
+
+def with_image_places(message: ChatMessage) -> ChatMessage:
+    """Write a character for each image into the content, because marks in the text move what follows.
+
+    Raises GatewayError 400 if the content has the character.
+    """
+    images, content = images_of(message), message["content"]
+    if not images:
+        return message
+    if _IMAGE in content:
+        problem = "a message with images must not contain U+FDD1; remove it"
+        raise GatewayError(400, "invalid_messages", problem, param="messages")
+    ends = [*(image["at"] for image in images), len(content)]
+    texts = [content[begin:end] for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return {**message, "content": _IMAGE.join(texts)}
+
+
+def _parts(content: str, has_images: bool) -> list[dict[str, str]]:
+    if not has_images:
+        return [{"type": "text", "text": content}]
+    parts: list[dict[str, str]] = []
+    for text in content.split(_IMAGE):
+        parts += [{"type": "image"}, *([{"type": "text", "text": text}] if text else [])]
+    return parts[1:]
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:

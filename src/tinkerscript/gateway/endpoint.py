@@ -142,14 +142,16 @@ def create_gateway(
     outside: Mapping[str, OutsideServer] | None = None,
     sampled: Mapping[str, ChatRenderer] | None = None,
     frozen: Collection[str] = (),
+    no_images: Mapping[str, str] | None = None,
 ) -> Gateway:
     """Create the gateway for the model in `model_folder`, which replies call `model_name`.
 
     `accepted_names`: more names for the policy; with none and no roles, any name is accepted. `outside`:
     servers by role. `sampled`: chat formats of the roles that `sampler` serves. `frozen`: roles that follow
-    the program's sampling parameters. Raises ConfigError for an unusable model folder, or a role with one of
-    the policy's names.
+    the program's sampling parameters. `no_images`: why calls of a role (empty: the policy) may have none.
+    Raises ConfigError for an unusable model folder, or a role with one of the policy's names.
     """
+    no_images = no_images or {}
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))
     renderer = ChatRenderer(model_folder, chat_template_kwargs)
     roles: dict[str, NamedModel] = {
@@ -165,6 +167,7 @@ def create_gateway(
             sampling=sampling.model_copy(update={"precedence": "program"}) if role in frozen else sampling,
             role=role,
             accepted_names=[role],
+            no_images=no_images.get(role),
         )
     if taken := sorted(roles.keys() & set(names)):
         raise ConfigError(f"roles.{taken[0]}: requests use this name for the policy; choose another one")
@@ -176,6 +179,7 @@ def create_gateway(
         sampling=sampling,
         accepted_names=names if accepted_names or roles else None,
         other_names=list(roles),
+        no_images=no_images.get(""),
     )
     return Gateway(policy, claims=claims, model_names=names, roles=roles)
 
@@ -200,6 +204,7 @@ def gateway_of(
         outside=outside,
         sampled=None if outside is None else _sampled(config, folder),
         frozen=config.roles.keys() - config.trained_roles.keys(),
+        no_images=config.no_images,
     )
 
 

@@ -10,6 +10,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from tinkerscript.gateway.conversation.tree import Turn
 from tinkerscript.gateway.dialects import DIALECTS
 from tinkerscript.gateway.dialects.agent_mode import AGENT_FIELDS, AGENT_PREFIX
 from tinkerscript.gateway.dialects.dialect import Completion, Dialect, ModelCall, ReplyHeader, TokenCounter
+from tinkerscript.gateway.dialects.validation import ONLY_TEXT
 from tinkerscript.gateway.idempotency import Attempt, IdempotencyCache, RequestFingerprint, fingerprint_of
 from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.limits import CALLS_AT_ONCE, FAILED_CALLS
@@ -45,6 +47,9 @@ _IDS = random.Random()
 
 UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # A lost claim or a busy engine is not a failed call.
 LONG_BODY = 2**18  # Longer bodies are parsed in a thread, which takes 0.5 ms.
+
+# A small file may hold many pixels, and decoding them must not delay requests without images.
+_DECODING = ThreadPoolExecutor(1, "images")
 
 
 @dataclass(slots=True)
@@ -92,18 +97,27 @@ class PreparedRequest(msgspec.Struct, frozen=True):
             "request_digest": fingerprint.digest if fingerprint.key else "",
             "ignored": self.call.ignored,
             "side": self.call.side,
+            "images": turn.images,
         }
 
     def recorded_bytes(self, number: int = 0) -> int:
         turn, texts = self.turns[number], self.turns[number].texts
-        return self.call.n * len(turn.new_prompt) + sum(map(utf8_size, texts))
+        images = sum(len(image.data) for image in turn.images)
+        return self.call.n * (len(turn.new_prompt) + images) + sum(map(utf8_size, texts))
 
 
 class NamedModel(ABC):
     def __init__(
-        self, name: str, claims: ClaimBook, renderer: ConversationRenderer, *, role: str = ""
+        self,
+        name: str,
+        claims: ClaimBook,
+        renderer: ConversationRenderer,
+        *,
+        role: str = "",
+        no_images: str | None = None,
     ) -> None:
-        """`role` is recorded with the calls, and empty for the policy."""
+        """`role` is recorded with the calls, and empty for the policy. `no_images`: why calls may have none,
+        even if the model takes images."""
         self.name = name
         self.role = role
         self.max_context: int | None = None  # Tokens of prompt and reply together.
@@ -111,7 +125,7 @@ class NamedModel(ABC):
         self._prompts = renderer
         self._states: dict[tuple[str, int], ClaimState] = {}
         self._handlers: dict[str, tuple[_Handler, Dialect[Any]]] = {}
-        self.dialects = list(_dialects(renderer))
+        self.dialects = list(_dialects(renderer, no_images))
         for dialect in self.dialects:
             self._handlers[route_of(dialect)] = (self._answer, dialect)
             if isinstance(dialect, TokenCounter):
@@ -173,7 +187,11 @@ class NamedModel(ABC):
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():
-            fingerprint, call = await in_thread_if(len(body) >= LONG_BODY, _read, dialect, caller, body)
+            if dialect.no_images is None and (b"image_url" in body or b"\\u" in body):
+                loop = asyncio.get_running_loop()
+                fingerprint, call = await loop.run_in_executor(_DECODING, _read, dialect, caller, body)
+            else:
+                fingerprint, call = await in_thread_if(len(body) >= LONG_BODY, _read, dialect, caller, body)
             while attempt := state.cache.in_flight(fingerprint):
                 if await caller.until_disconnect(attempt.done.wait()) is None:
                     return
@@ -231,7 +249,7 @@ class NamedModel(ABC):
             for prompt in call.prompts:
                 turns.append(await session.plan_ids(prompt))
             if not call.prompts:
-                turns.append(await session.plan_async(call.messages, call.tools))
+                turns.append(await session.plan_async(call.messages, call.tools, call.files))
         except BaseException:
             for turn in turns:
                 session.release(turn)
@@ -272,11 +290,12 @@ def _read(dialect: Dialect[Any], caller: Caller, body: bytes) -> tuple[RequestFi
     return fingerprint_of(caller.headers, dialect.path, body), dialect.read(dialect.parse, body)
 
 
-def _dialects(renderer: ConversationRenderer) -> Iterator[Dialect[Any]]:
+def _dialects(renderer: ConversationRenderer, no_images: str | None) -> Iterator[Dialect[Any]]:
+    why = ONLY_TEXT if renderer.images is None else no_images
     for dialect in DIALECTS:
-        yield dialect(renderer.tokenizer)
+        yield dialect(renderer.tokenizer, no_images=why)
         if dialect.path in AGENT_FIELDS:
-            yield dialect(renderer.tokenizer, agent_mode=True)
+            yield dialect(renderer.tokenizer, agent_mode=True, no_images=why)
 
 
 def route_of(dialect: Dialect[Any], *, counts: bool = False) -> str:

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextOnly:
+    images = None
     uses_template = False
     max_context = 2**31
 

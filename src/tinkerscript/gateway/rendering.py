@@ -32,11 +32,13 @@ from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.chat_messages import (
     ChatMessage,
     Tool,
+    images_of,
     is_encodable,
     is_expressible,
     joined_parts,
 )
-from tinkerscript.gateway.chat_template import PROBE_CALL, PROBE_TOOL, ChatTemplate
+from tinkerscript.gateway.chat_template import PROBE_CALL, PROBE_TOOL, ChatTemplate, with_image_places
+from tinkerscript.gateway.images import ImageFormat
 from tinkerscript.gateway.partial_reply import PartialReply
 from tinkerscript.gateway.reply_format import QWEN3, NamedCall, ReplyFormat
 from tinkerscript.gateway.template_rendering import TemplateRendering
@@ -140,6 +142,11 @@ class ChatRenderer:
         )
 
     @property
+    def images(self) -> ImageFormat | None:
+        """None: the model takes no images."""
+        return self._template.images if self._template and self._renderer is None else None
+
+    @property
     def uses_template(self) -> bool:
         return self._renderer is None
 
@@ -214,6 +221,8 @@ class ChatRenderer:
 
     def _marked(self, messages: list[ChatMessage], tools: list[Tool]) -> tuple[list[ChatMessage], list[Tool]]:
         escaper = self.tokenizer.escaper
+        if self.images is not None and any(map(images_of, messages)):
+            messages = list(map(with_image_places, messages))
         return escaper.messages(messages), escaper.marked(tools, tools) if tools else tools
 
     def _bridge(

@@ -51,9 +51,10 @@ class SampledModel(NamedModel):
         role: str = "",
         accepted_names: Collection[str] | None = None,
         other_names: Collection[str] = (),
+        no_images: str | None = None,
     ) -> None:
         """`accepted_names`: what requests may call the model (None: anything)."""
-        super().__init__(name, claims, renderer, role=role)
+        super().__init__(name, claims, renderer, role=role, no_images=no_images)
         self._sampler = sampler
         self._renderer = renderer
         self._sampling = sampling
@@ -137,6 +138,7 @@ class SampledModel(NamedModel):
         return [
             SampleRequest(
                 prompt=turn.prompt,
+                images=turn.all_images,
                 max_tokens=min(max_tokens, renderer.max_context - len(turn.prompt) // 4),
                 num_samples=call.n,
                 **self._distribution(call),

@@ -15,8 +15,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from tinkerscript.errors import ConfigError, GatewayError
-from tinkerscript.gateway.chat_messages import ChatMessage, Tool, canonical_json, joined_parts, reasoning_of
+from tinkerscript.gateway.chat_messages import (
+    ChatMessage,
+    Tool,
+    canonical_json,
+    images_of,
+    joined_parts,
+    reasoning_of,
+)
 from tinkerscript.gateway.chat_template import PROBE_CALL, PROBE_TOOL, ChatTemplate, parsed_arguments
+from tinkerscript.gateway.images import ImageFormat
 from tinkerscript.gateway.reply_format import ReplyFormat, reply_format
 from tinkerscript.model_folder import stop_ids_of
 from tinkerscript.tokenizer import LightTokenizer, unmarked
@@ -41,6 +49,7 @@ class TemplateRendering:
         """Raises ConfigError if the template cannot write a reply or no token ends one."""
         self._template = template
         self._tokenizer = tokenizer
+        self.images = ImageFormat.of(folder, tokenizer)
         try:
             self.stop_ids: list[int] = self._find_stop_ids(folder)
         except GatewayError as error:
@@ -72,7 +81,12 @@ class TemplateRendering:
                 "(some templates need a system message to write them into)"
             )
             raise GatewayError(400, "tools_not_supported", message, param="tools")
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(self._expanded(text, messages))
+
+    def _expanded(self, text: str, messages: Sequence[ChatMessage]) -> str:
+        if self.images is None:
+            return text
+        return self.images.expanded(text, [image for message in messages for image in images_of(message)])
 
     def continuation(
         self,
@@ -98,13 +112,14 @@ class TemplateRendering:
         if not self._is_written(history[-1], written, tools):
             return None
         if sampled and sampled[-1] in self.stop_ids:
-            ids = self._tokenizer.encode(whole[end:])
+            ids = self._tokenizer.encode(self._expanded(whole[end:], messages))
             # GLM's template does not end a reply; the next token does.
             return ids[1:] if self._ends_turns or ids[:1] == [sampled[-1]] else None
         if not self.format.split_reasoning(self._tokenizer.decode(sampled))[2]:
             start = whole.rfind(self.format.thinking[1], len(prompt), end)
             end = start if start >= 0 else end
-        return self._tokenizer.encode_after(next(iter(self._stops), ""), whole[end:])
+        rest = self._expanded(whole[end:], messages)
+        return self._tokenizer.encode_after(next(iter(self._stops), ""), rest)
 
     def _is_written(self, reply: ChatMessage, text: str, tools: Sequence[Tool]) -> bool:
         read = self.format.read(text, tool_calls="tool_calls" in reply, tools=tools)

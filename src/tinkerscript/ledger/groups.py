@@ -13,7 +13,7 @@ import msgspec
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger.compression import DICTIONARIES, Dictionaries
-from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, decoded
+from tinkerscript.ledger.ledger import CALLS_OF_CLAIM, decoded, digests_in, with_files
 from tinkerscript.ledger.rows import LEDGER_VERSION, Use
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import calls_of
@@ -87,6 +87,7 @@ def _episode(
     query = CALLS_OF_CLAIM.replace("{s}", "")
     found = run.execute(query, (member.sequence, member.attempt)).fetchall()
     calls = calls_of(decoded(found, dictionaries))
+    calls = with_files(calls, {digest: _file(run, digest) for digest in digests_in(calls)})
     rollouts = merge_calls(calls, episode_uuid=member.uuid, trains_constrained=trains_constrained)
     result = msgspec.json.decode(member.result, type=_Result)
     return EpisodeRollouts(
@@ -97,3 +98,8 @@ def _episode(
         result.metadata,
         call_rewards={} if member.is_judged else result.call_rewards,
     )
+
+
+def _file(run: sqlite3.Connection, digest: bytes) -> bytes:
+    ((file,),) = run.execute("SELECT file FROM images WHERE digest = ?", (digest,)).fetchall()
+    return file

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
@@ -19,8 +20,8 @@ import zstandard
 
 from tinkerscript.errors import StoreError
 from tinkerscript.ledger.compression import NO_DICTIONARIES, Dictionaries, Packer, trained, unpacked
-from tinkerscript.ledger.rows import CallRow, FactRow, Row, columns, key_of
-from tinkerscript.rollouts.call import Call
+from tinkerscript.ledger.rows import CallRow, FactRow, ImageRow, Row, columns, key_of
+from tinkerscript.rollouts.call import Call, PlacedImage
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,10 @@ GATHERED_WRITES = 64
 GATHERED_BYTES = 2**18
 
 R = TypeVar("R", bound=Row)
+
+FILES = "SELECT digest, file FROM {s}images WHERE digest IN ({})"
+
+FILES_AT_ONCE = 1000  # Databases bound a statement's parameters.
 
 CALLS_OF_CLAIM = "SELECT call FROM {s}calls WHERE episode = ? AND attempt = ? ORDER BY number"
 
@@ -115,7 +120,19 @@ class Ledger(ABC):
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
         """Calls of each claim (episode sequence and attempt), oldest first."""
-        return [self._decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
+        found = [self._decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
+        return await self.filled(found)
+
+    async def filled(self, found: list[list[Call]]) -> list[list[Call]]:
+        """`found` with the files of their images."""
+        digests = list(digests_in(call for calls in found for call in calls))
+        files: dict[bytes, bytes] = {}
+        for begin in range(0, len(digests), FILES_AT_ONCE):
+            some = digests[begin : begin + FILES_AT_ONCE]
+            rows = await self.read(FILES.format(", ".join("?" * len(some)), s="{s}"), some)
+            files |= {bytes(digest): bytes(file) for digest, file in rows}
+
+        return [with_files(calls, files) for calls in found]
 
     def _decoded(self, rows: Iterable[tuple[bytes]]) -> list[Call]:
         return decoded(rows, self._packer.dictionaries)
@@ -156,7 +173,10 @@ class Ledger(ABC):
         await self.durable()
 
     def put_call(self, episode: int, attempt: int, call: Call) -> None:
-        self.put(call_row(episode, attempt, call))
+        rows = [ImageRow(digest=sha256(each.data).digest(), file=each.data) for each in call.images]
+        self.note(rows)
+        images = [PlacedImage(each.start, row.digest) for each, row in zip(call.images, rows, strict=True)]
+        self.put(call_row(episode, attempt, msgspec.structs.replace(call, images=images) if rows else call))
 
     def execute(self, sql: str, *parameters: Any) -> None:
         batch = self._open_batch()
@@ -272,6 +292,20 @@ def row_of(kind: type[R], values: Sequence[Any]) -> R:
 def decoded(rows: Iterable[tuple[bytes]], dictionaries: Dictionaries = NO_DICTIONARIES) -> list[Call]:
     """Skips calls that were dropped to save space. Raises ValueError for anything but calls."""
     return [_decode_call(unpacked(call, dictionaries)) for (call,) in rows if call]
+
+
+def digests_in(calls: Iterable[Call]) -> set[bytes]:
+    return {image.data for call in calls for image in call.images}
+
+
+def with_files(calls: Iterable[Call], files: Mapping[bytes, bytes]) -> list[Call]:
+    """Replace the digests of images by their files."""
+
+    def filled(call: Call) -> Call:
+        images = [PlacedImage(image.start, files[image.data]) for image in call.images]
+        return msgspec.structs.replace(call, images=images)
+
+    return [filled(call) if call.images else call for call in calls]
 
 
 async def _gathered(batch: WriteBatch) -> None:

@@ -178,7 +178,24 @@ class CallRow(Row, frozen=True, kw_only=True):
     sampled_tokens: int
     stop_reason: str
     call: bytes
-    """`rollouts.call.Call` as msgpack. Empty if dropped."""
+    """`rollouts.call.Call` as msgpack, with the digests of its images. Empty if dropped."""
+
+
+class ImageRow(Row, frozen=True, kw_only=True):
+    """An image in prompts, stored once. It stays when its calls are dropped, as samples do."""
+
+    TABLE = "images"
+    KEY = ("digest",)
+    KEEPS_FIRST = True
+
+    digest: bytes
+    """SHA-256 of `file`."""
+
+    file: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.file)
 
 
 class ResultRow(Row, frozen=True, kw_only=True):
@@ -431,6 +448,7 @@ TABLES: tuple[type[Row], ...] = (
     EpisodeRow,
     AttemptRow,
     CallRow,
+    ImageRow,
     ResultRow,
     TranscriptRow,
     ResumptionRow,

@@ -75,13 +75,16 @@ class SqliteLedger(Ledger):
         with _explained(self._path):
             run = self._reading.execute
             run("BEGIN")  # Or each SELECT would lock the file and read its pages anew.
+            found = None
             try:
                 size = sum(run(_CALLS_SIZE, claim).fetchone()[0] for claim in claims)
                 if size < LONG_BYTES:
                     query = _plain(CALLS_OF_CLAIM)
-                    return [self._decoded(run(query, claim).fetchall()) for claim in claims]
+                    found = [self._decoded(run(query, claim).fetchall()) for claim in claims]
             finally:
                 run("COMMIT")
+        if found is not None:
+            return await self.filled(found)
         return await super().calls(claims)
 
     async def write(self, batch: WriteBatch) -> None:

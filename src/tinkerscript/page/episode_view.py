@@ -298,7 +298,8 @@ def _message(value: Any) -> dict[str, Any]:
             part if isinstance(part, dict) else {"text": as_text(part)} for part in _items(content)
         ]
     elif content is not None:
-        message["content"] = as_text(content)
+        text, images = as_text(content), _items(message.get("images"))
+        message["content"] = _with_images(text, images) if images else text
     if calls is not None:
         message["tool_calls"] = [
             call
@@ -310,6 +311,18 @@ def _message(value: Any) -> dict[str, Any]:
         if message.get(name) is not None:
             message[name] = as_text(message[name])
     return message
+
+
+def _with_images(content: str, images: list[Any]) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    begin = 0
+    for image in (cast("dict[str, Any]", each) for each in images if isinstance(each, dict)):
+        at = image.get("at")
+        if isinstance(at, int):
+            size = f"{as_text(image.get('width'))} x {as_text(image.get('height'))}"
+            parts += {"text": content[begin:at]}, {"text": f"[image of {size} pixels]"}
+            begin = at
+    return [part for part in [*parts, {"text": content[begin:]}] if part["text"]]
 
 
 def _items(value: Any) -> list[Any]:

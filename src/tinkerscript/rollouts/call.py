@@ -7,11 +7,12 @@ conversion.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -79,6 +80,20 @@ def pack_logprobs(logprobs: Sequence[float] | FloatArray) -> bytes:
 def unpack_logprobs(data: bytes) -> FloatArray:
     """View little-endian float32 bytes as logprobs [N] (read-only)."""
     return np.frombuffer(data, dtype="<f4")
+
+
+class PlacedImage(NamedTuple):
+    """An image in a prompt, or in a part of one."""
+
+    start: int
+    """Index of the first of its placeholder ids."""
+
+    data: bytes
+    """The file as the client sent it; in a ledger's call, its digest."""
+
+
+def moved_images(images: Iterable[PlacedImage], by: int) -> list[PlacedImage]:
+    return [PlacedImage(image.start + by, image.data) for image in images]
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -165,6 +180,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     before it. Ids [layers, k] in order of computation, uint8 (int16 from 256 experts on), all bits set where
     unknown. Empty: not recorded."""
 
+    images: list[PlacedImage] = []
+    """Images of `new_prompt`, in order."""
+
     def __post_init__(self) -> None:
         if len(self.sampled) != len(self.logprobs):
             raise ValueError(
@@ -189,9 +207,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     @property
     def size(self) -> int:
         texts = (self.messages, self.reply, self.tools)
-        return sum(map(utf8_size, texts)) + sum(
-            map(len, (self.new_prompt, self.sampled, self.logprobs, self.constrained, self.experts))
-        )
+        parts = (self.new_prompt, self.sampled, self.logprobs, self.constrained, self.experts)
+        images = (image.data for image in self.images)
+        return sum(map(utf8_size, texts)) + sum(map(len, (*parts, *images)))
 
     @property
     def new_tokens(self) -> int:
@@ -309,7 +327,29 @@ def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
         call = by_id.get(call.parent_id or "")
     messages: list[dict[str, Any]] = []
     for call in reversed(chain):
-        messages += json.loads(call.messages)
+        images = iter(call.images)
+        messages += [_with_parts(message, images) for message in json.loads(call.messages)]
         reply = json.loads(call.reply)
         messages += [reply] if reply else []
     return messages
+
+
+def _with_parts(message: dict[str, Any], images: Iterator[PlacedImage]) -> dict[str, Any]:
+    """`message` with the files of its images, the next of `images`."""
+    content, begin = message["content"], 0
+    parts: list[dict[str, Any]] = []
+    for image in message.pop("images", ()):
+        parts.append({"type": "text", "text": content[begin : image["at"]]})
+        url = f"data:{_media_type(data := next(images).data)};base64,{base64.b64encode(data).decode()}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+        begin = image["at"]
+    if not parts:
+        return message
+    parts.append({"type": "text", "text": content[begin:]})
+    return {**message, "content": [part for part in parts if part.get("text") != ""]}
+
+
+def _media_type(data: bytes) -> str:
+    if data.startswith(b"\x89PNG"):
+        return "image/png"
+    return "image/webp" if data.startswith(b"RIFF") else "image/jpeg"

@@ -11,11 +11,12 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
-from tinkerscript.rollouts.call import Call, calls_of, unpack_logprobs
+from tinkerscript.rollouts.call import Call, PlacedImage, calls_of, moved_images, unpack_logprobs
 from tinkerscript.rollouts.rollout import ByteArray, Rollout, Segment
 
 NOT_RECORDED = 255  # Every byte of experts that were not recorded.
@@ -27,11 +28,12 @@ Key = tuple[int, bytes]
 
 
 class _Sequence:
-    __slots__ = ("data", "fork", "number", "parent", "segments")
+    __slots__ = ("data", "fork", "images", "number", "parent", "segments")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.data = bytearray()
+        self.images: list[PlacedImage] = []
         self.segments: list[Segment] = []
         self.parent: int | None = None
         self.fork = 0
@@ -62,6 +64,7 @@ class _Sequence:
             parent=self.parent,
             fork=self.fork,
             experts=_experts(self.segments, len(tokens), calls),
+            images=tuple(self.images),
         )
 
 
@@ -71,6 +74,8 @@ class _Stream(NamedTuple):
     base: _Sequence | None
     length: int
     tail: bytes
+    images: list[PlacedImage]
+    """Of all ids. Two images have the same ids, so these are compared too."""
 
     @property
     def size(self) -> int:
@@ -87,6 +92,8 @@ class _Stream(NamedTuple):
 
     def starts_with(self, sequence: _Sequence) -> bool:
         size, shared = len(sequence.data), min(len(sequence.data), self.length)
+        if sequence.images != [image for image in self.images if 4 * image.start < size]:
+            return False
         with memoryview(sequence.data) as theirs:
             if self.base is not None and self.base is not sequence:
                 with memoryview(self.base.data) as ours:
@@ -134,6 +141,7 @@ class _OpenSequences:
         sequence.data += prompt.slice(0, prompt.size)
         for other in reversed(self._newest):
             shared = _common_prefix(sequence.data, other.data, longer_than=sequence.fork)
+            shared = _shared_images(prompt.images, other.images, shared)
             if shared > sequence.fork:
                 sequence.parent, sequence.fork = other.number, shared
         self.all.append(sequence)
@@ -164,11 +172,12 @@ def merge_calls(
         sequence = sequences.find(prompt) or sequences.open(prompt)
         if len(sequence.data) < prompt.size:
             sequence.data += prompt.slice(len(sequence.data), prompt.size)
+        sequence.images = prompt.images
         start = len(sequence.data) // 4
         sequence.data += call.sampled
         sequence.segments.append(Segment(call, start, len(sequence.data) // 4))
         sequences.put(sequence)
-        streams[call.call_id] = _Stream(sequence, len(sequence.data), b"")
+        streams[call.call_id] = _Stream(sequence, len(sequence.data), b"", sequence.images)
     known = {call.call_id: call for call in calls} if any(call.experts for call in calls) else {}
     return tuple(sequence.close(episode_uuid, trains_constrained, known) for sequence in sequences.all)
 
@@ -197,11 +206,18 @@ def _experts(segments: Sequence[Segment], length: int, calls: Mapping[str, Call]
 
 def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:
     if call.parent_id is None:
-        return _Stream(None, 0, call.new_prompt)
+        return _Stream(None, 0, call.new_prompt, call.images)
     parent = streams.get(call.parent_id)
     if parent is None:
         raise ValueError(f"call {call.call_id}: its parent {call.parent_id} is not among the calls before it")
-    return parent._replace(tail=parent.tail + call.new_prompt)
+    images = [*parent.images, *moved_images(call.images, parent.size // 4)]
+    return parent._replace(tail=parent.tail + call.new_prompt, images=images)
+
+
+def _shared_images(ours: list[PlacedImage], theirs: list[PlacedImage], shared: int) -> int:
+    """Cut `shared` ids before the first placeholder of an image that the other does not have there."""
+    differing = [pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1]]
+    return min([shared, *(image.start for pair in differing for image in pair if image)])
 
 
 def _common_prefix(ours: bytearray, theirs: bytearray, *, longer_than: int) -> int:

@@ -8,6 +8,7 @@
     rewards, shaped, sequence_reward        list [T], bool and float64, as in `Rollout`
     parent, fork                            the earlier sequence it forks from, and after how many tokens
     segments                                {start, end, call}: a call's span, and its index in the episode
+    images                                  {start, file}: the first placeholder of an image, and its file
     calls                                   the episode's calls as msgpack, on its first row only
 
 An episode without sequences has one row without tokens, since its reward counts in its group. Tables read
@@ -28,7 +29,7 @@ import numpy as np
 
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.advantages import RolloutGroup
-from tinkerscript.rollouts.call import Call
+from tinkerscript.rollouts.call import Call, PlacedImage
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, Segment
 from tinkerscript.rollouts.trainers import refuse_episode_errors
 
@@ -118,6 +119,7 @@ def _schema() -> Any:
         "fork": number,
         **{name: arrow.list_(arrow.from_numpy_dtype(kind)) for name, kind in _ARRAYS.items()},
         "segments": arrow.list_(arrow.struct({"start": number, "end": number, "call": number})),
+        "images": arrow.list_(arrow.struct({"start": number, "file": arrow.binary()})),
         "calls": arrow.binary(),
     }
     return arrow.schema(columns)
@@ -138,7 +140,7 @@ def _rows(groups: Iterable[RolloutGroup]) -> Iterator[dict[str, Any]]:
                 "calls": msgspec.msgpack.encode(calls),
             }
             if not episode.rollouts:
-                yield shared | {name: [] for name in (*_ARRAYS, "segments")}
+                yield shared | {name: [] for name in (*_ARRAYS, "segments", "images")}
             places = {call.call_id: place for place, call in enumerate(calls)}
             for rollout in episode.rollouts:
                 yield shared | _row(rollout, places)
@@ -172,6 +174,7 @@ def _row(rollout: Rollout, places: Mapping[str, int]) -> dict[str, Any]:
             {"start": each.start, "end": each.end, "call": places[each.call.call_id]}
             for each in rollout.segments
         ],
+        "images": [{"start": image.start, "file": image.data} for image in rollout.images],
     }
 
 
@@ -212,6 +215,7 @@ def _rollout(row: Row, calls: tuple[Call, ...]) -> Rollout:
     return Rollout(
         episode_uuid=row["episode_uuid"],
         segments=segments,
+        images=tuple(PlacedImage(image["start"], image["file"]) for image in row["images"]),
         episode_reward=row["sequence_reward"],
         **{name: row[name] for name in _FIELDS},
         **cast("dict[str, Any]", arrays),

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkerscript.errors import MAX_REWARD
-from tinkerscript.rollouts.call import Call, FloatArray, IntArray
+from tinkerscript.rollouts.call import Call, FloatArray, IntArray, PlacedImage
 
 BoolArray = npt.NDArray[np.bool_]
 ByteArray = npt.NDArray[np.uint8]
@@ -84,6 +84,8 @@ class Rollout:
     experts: ByteArray | None = None
     """uint8 [T, bytes]: experts that a mixture's routers chose at the position before the token, as in
     `Call.experts`. None: not recorded. 0 bytes: recorded by different models."""
+
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def policy_versions(self) -> frozenset[int]:

@@ -35,6 +35,7 @@ TRAITS: Mapping[str, str] = {
     "min_p": "min-p, which restricts what the policy could sample",
     "repetition_penalty": "a repetition penalty, which changes what the policy could sample",
     "logprob_kind": "logprobs not known to be of the distribution that was sampled from",
+    "images": "images, which the ids only have placeholders for",
 }
 
 _TRAITS_OF_CALLS: Mapping[str, Callable[[Call], bool]] = {
@@ -46,6 +47,7 @@ _TRAITS_OF_CALLS: Mapping[str, Callable[[Call], bool]] = {
     "logprob_kind": lambda call: (
         call.logprob_kind != "processed" and (call.logprob_kind != "raw" or call.temperature != 1)
     ),
+    "images": lambda call: bool(call.images),
 }
 
 # For other trainers, these errors are the traits `temperature` and `logprob_kind`.

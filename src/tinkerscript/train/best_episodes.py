@@ -57,7 +57,7 @@ def load_episodes(config: RunConfig, model: Path) -> Chats:
         chats,
         left_out=chats.left_out + wrong,
         what="pairs of episodes" if sft.dpo_beta else "episodes",
-        why_left_out="are too long or have errors",
+        why_left_out="are too long, or have errors or images",
     )
 
 
@@ -75,6 +75,8 @@ def _may_train(episode: EpisodeRollouts) -> bool:
         refuse_episode_errors(episode, "supervised training")
     except ConversionError:
         return False
+    if any(rollout.images for rollout in episode.rollouts):
+        return False  # Supervised training has only their placeholders.
     return any(rollout.loss_mask.any() for rollout in episode.rollouts)
 
 

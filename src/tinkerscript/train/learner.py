@@ -17,6 +17,7 @@ import tinker
 from tinker.types import LossFnType
 
 from tinkerscript.config import TrainingConfig
+from tinkerscript.engine.image_features import with_images
 from tinkerscript.engine.losses import (
     CANDIDATES,
     CHOSEN_EXPERTS,
@@ -368,7 +369,10 @@ class Learner:
         if trains and self._takes_one_step(items):
             results = await self._forward_backward(items, step)
         else:
-            datums = [to_scoring_datum(item.rollout, **self._more(item.rollout)) for item in items]
+            datums = [
+                with_images(to_scoring_datum(item.rollout, **self._more(item.rollout)), item.rollout.images)
+                for item in items
+            ]
             results = (await self.client.forward(datums, "cross_entropy")).loss_fn_outputs
         trainer = [_shifted(result["logprobs"]) for result in results]
         entropies = [_shifted(result["entropies"]) if "entropies" in result else None for result in results]
@@ -551,7 +555,7 @@ class Learner:
             tokens = max(1, int(item.rollout.loss_mask.sum())) if self._ratio_of_sequence else 1
             more[SCALE] = (item.rollout.loss_mask / (count * tokens)).astype(np.float32)
             more |= self._inputs.get(id(item.rollout), {})
-        return to_training_datum(item.scaled(1 / count), **more)
+        return with_images(to_training_datum(item.scaled(1 / count), **more), item.rollout.images)
 
     def _more(self, rollout: Rollout) -> dict[str, Numbers]:
         if not self._is_embedded:

@@ -25,7 +25,7 @@ from tinkerscript.errors import AlignmentError, GatewayError
 from tinkerscript.gateway.sampled_model import sample_all
 from tinkerscript.ledger.history import RowWriter
 from tinkerscript.ledger.rows import PublicationRow
-from tinkerscript.rollouts.call import IntArray, unpack_ids
+from tinkerscript.rollouts.call import IntArray, PlacedImage, unpack_ids
 from tinkerscript.sampler import (
     Progress,
     ProgressCallback,
@@ -60,7 +60,8 @@ class SeededSampler(Sampler):
         """Raises GatewayError if the prompt leaves no room, and AlignmentError (`check_lengths`)."""
         request = fitted(request, self.max_context, "the engine")
         if request.seed is None and self._prefix is not None:
-            request = structs.replace(request, seed=self.seed_for(unpack_ids(request.prompt)))
+            seed = self.seed_for(unpack_ids(request.prompt), request.images)
+            request = structs.replace(request, seed=seed)
         result = await self.sampler.sample(request, progress)
         for sequence in result.sequences:
             check_lengths(len(sequence.sampled) // 4, len(sequence.logprobs) // 4)
@@ -69,10 +70,13 @@ class SeededSampler(Sampler):
     def cut(self) -> None:
         self.sampler.cut()
 
-    def seed_for(self, prompt: IntArray) -> int:
+    def seed_for(self, prompt: IntArray, images: Sequence[PlacedImage] = ()) -> int:
         """The next request's seed for this prompt (int32 [P]), in [0, 2^31)."""
         assert self._prefix is not None
-        digest = hashlib.blake2b(self._prefix + prompt.tobytes(), digest_size=16).digest()
+        whole = hashlib.blake2b(self._prefix + prompt.tobytes(), digest_size=16)
+        for image in images:
+            whole.update(image.data)
+        digest = whole.digest()
         while True:
             number = self._requests[digest]
             self._requests[digest] += 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.engine.losses import COVARIANT, OPTIONAL_INPUTS, START, TERMS, Loss, resolve_loss
 from tinkerscript.errors import ConfigError, EngineRequestError
+from tinkerscript.model_folder import reads_images
 
 # Provided by `to_training_datum`.
 DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
@@ -34,6 +37,17 @@ def policy_loss(config: TrainingConfig) -> Loss:
             f"{', '.join(sorted(TERMS))}"
         )
     return loss
+
+
+def check_images(config: RunConfig, model: Path) -> None:
+    """Raises ConfigError if a program could send images that the loss cannot train on."""
+    training = config.training
+    may_come = config.no_images.keys() < {"", *config.trained_roles} and reads_images(model)
+    if may_come and START in policy_loss(training).inputs:
+        raise ConfigError(
+            f"training.loss_fn: {training.loss_fn!r} takes {START}, which sequences with images do not have, "
+            f"and programs may send images to {model}; use a loss without it, or a model of text"
+        )
 
 
 # Left out are `dro`, which has no mask, so that prompts would train, and `stable_reinforce`, which has no

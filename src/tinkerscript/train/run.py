@@ -30,7 +30,7 @@ from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import AlignmentError, ConfigError, EngineError, GatewayError, LinkError
 from tinkerscript.gateway.outside_server import outside_servers
 from tinkerscript.ledger.history import History, Tally
-from tinkerscript.model_folder import model_folder
+from tinkerscript.model_folder import model_folder, reads_images
 from tinkerscript.processes.children import (
     ServerAddress,
     former_server_gone,
@@ -61,7 +61,7 @@ from tinkerscript.train.learner import Learner, LearnerState
 from tinkerscript.train.loop import TrainingLoop
 from tinkerscript.train.open_run import OpenRun, begin_run, logged, open_page
 from tinkerscript.train.policy import Policy
-from tinkerscript.train.policy_loss import check_loss, wide_clip
+from tinkerscript.train.policy_loss import check_images, check_loss, wide_clip
 from tinkerscript.train.run_folder import ALIGNMENT_FILE, FINAL_CHECKPOINT, RunFolder
 from tinkerscript.train.run_status import RunStatus
 from tinkerscript.train.samples import TaskSamples
@@ -96,6 +96,7 @@ async def run_training(
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
     check_loss(config)
+    check_images(config, model)
     extra = extra_metrics(config)
     judging = open_judge(config)
     samples = _samples(config)
@@ -118,7 +119,7 @@ async def run_training(
         run = begin_run(config, folder, progress, ledger=link, history=history, replayed=replayed)
         stack.push_async_exit(progress.exited)
         progress.begin(config.training.steps, done=history.step)
-        for line in (*about_rates, *_advice(config, samples)):
+        for line in (*about_rates, *_advice(config, samples, model)):
             progress.note(line)
         if samples:
             samples.next_position, samples.again = history.next_position, list(history.again)
@@ -226,7 +227,9 @@ def _samples(config: RunConfig) -> TaskSamples | None:
     return None
 
 
-def _advice(config: RunConfig, samples: TaskSamples | None) -> Iterator[str]:
+def _advice(config: RunConfig, samples: TaskSamples | None, model: Path) -> Iterator[str]:
+    if reads_images(model) and (reason := config.no_images.get("")):
+        yield f"model calls with images are refused: {reason}"
     if samples and (warning := not_held_out(samples, config.evaluation)):
         yield warning
     if samples and samples.greedy and config.sampling.precedence == "program":

@@ -73,7 +73,16 @@ class KLPenalty:
 
 async def scored(reference: ReferenceLogprobs, items: Sequence[WeightedRollout]) -> list[FloatArray]:
     rollouts = [item.rollout for item in items]
+    _refuse_images(rollouts)
     return await reference([each.tokens for each in rollouts], [each.temperatures for each in rollouts])
+
+
+def _refuse_images(rollouts: Iterable[Rollout]) -> None:
+    if any(rollout.images for rollout in rollouts):
+        raise EngineError(
+            "sequences with images cannot be scored by another model: train without kl_penalty_coef, KL "
+            "losses (loss_config.kl_*) and distillation"
+        )
 
 
 def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -> float:
@@ -181,6 +190,7 @@ class Distillation:
         With `top_k`, the advantages stay, and the loss gets what `candidates` holds afterwards. `episodes`:
         with metadata that may have a `CONTEXT`. Raises EngineError if the teacher cannot score them.
         """
+        _refuse_images(item.rollout for item in items)
         prompts = await asyncio.to_thread(informed_prompts, list(episodes), self._renderer)
         begins = [item.rollout.prompt_length for item in items]
         read = [prompts.get(id(item.rollout), item.rollout.prompt_tokens) for item in items]

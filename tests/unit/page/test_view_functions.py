@@ -22,7 +22,11 @@ from tinkerscript.ledger.tokens import TokenUse
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page import lines as lines_module
 from tinkerscript.page.curves import alignment_view, found_in
-from tinkerscript.page.episode_view import episode_view, find_episode
+from tinkerscript.page.episode_view import (
+    _message,  # pyright: ignore[reportPrivateUsage]
+    episode_view,
+    find_episode,
+)
 from tinkerscript.page.held_out import ComparisonQuery, compare, sample_view
 from tinkerscript.page.lines import EpisodeLine, newest, search
 from tinkerscript.page.overview import overview, run_line, state
@@ -693,3 +697,17 @@ def test_a_store_elsewhere_is_opened_only_if_the_user_names_it(
     with pytest.raises(ConfigError, match="names the ledger db/runs") as told:
         LedgerReader(secret)
     assert "pass" not in str(told.value)
+
+
+def test_a_conversation_shows_where_its_images_were() -> None:
+    image = {"at": 5, "sha256": "0" * 64, "width": 40, "height": 30}
+    said = {"role": "user", "content": "Look: what is it?", "images": [image, {**image, "at": 17}]}
+    assert _message(said)["content"] == [
+        {"text": "Look:"},
+        {"text": "[image of 40 x 30 pixels]"},
+        {"text": " what is it?"},
+        {"text": "[image of 40 x 30 pixels]"},
+    ]
+    for strange in ("x", [1], [{}], [{"at": "5"}], [{"at": None}], {}):
+        shown = _message({**said, "images": strange})["content"]
+        assert shown in ("Look: what is it?", [{"text": "Look: what is it?"}])

@@ -14,6 +14,7 @@ import pytest
 from rollout_helpers import make_call, make_episode, make_group, random_calls
 from tinkerscript.errors import ConversionError
 from tinkerscript.rollouts.advantages import RolloutBatch, WeightedRollout
+from tinkerscript.rollouts.call import PlacedImage
 from tinkerscript.rollouts.parquet import to_table
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.rollouts.trainers import (
@@ -129,6 +130,8 @@ def with_trait(trait: str) -> EpisodeRollouts:
             return make_episode([make_call(None, [1], [2, 3], repetition_penalty=1.1)])
         case "logprob_kind":
             return make_episode([make_call(None, [1], [2, 3], logprob_kind="unknown")])
+        case "images":
+            return make_episode([make_call(None, [1], [2, 3], images=[PlacedImage(0, b"file")])])
         case _:
             plain = make_episode([make_call(None, [1], [2, 3])])
             shaped = plain.rollouts[0].rewarded([0.25, 0.75])

@@ -12,7 +12,14 @@ import msgspec
 import pytest
 import zstandard
 from aiohttp import web
-from inspect_ai.model import ChatMessageUser, ContentImage, GenerateConfig, ResponseSchema
+from inspect_ai.model import (
+    ChatMessageTool,
+    ChatMessageUser,
+    ContentImage,
+    ContentText,
+    GenerateConfig,
+    ResponseSchema,
+)
 from inspect_ai.util import JSONSchema
 from pydantic import JsonValue
 
@@ -577,6 +584,20 @@ def test_headers_that_a_bridged_agent_sends_are_its_connections_own() -> None:
 def test_what_cannot_be_honoured_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"extra_body, prompt_logprobs"):
         sampling_fields(GenerateConfig(extra_body={"a": 1}, prompt_logprobs=5, temperature=1.0))
-    image = ChatMessageUser(content=[ContentImage(image="data:image/png;base64,AA==")])
+    image = ContentImage(image="data:image/png;base64,AA==")
     with pytest.raises(UnsupportedError, match="image content"):
-        ChatConverter().request([image], [], "auto", GenerateConfig())
+        ChatConverter().request([ChatMessageTool(content=[image])], [], "auto", GenerateConfig())
+
+
+def test_a_users_images_are_sent_as_they_are() -> None:
+    image = ContentImage(image="data:image/png;base64,AA==", detail="low")
+    asked = ChatMessageUser(content=[ContentText(text="What is "), image, ContentText(text="?")])
+    (sent,) = ChatConverter().request([asked], [], "auto", GenerateConfig())["messages"]
+    assert sent == {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "What is "},
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}},
+            {"type": "text", "text": "?"},
+        ],
+    }

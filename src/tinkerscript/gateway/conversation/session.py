@@ -7,7 +7,7 @@ other prompt is a new root with a reason (`FORK_REASONS`). Work in threads only 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +19,7 @@ from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import (
     ChatMessage,
     Tool,
+    images_of,
     message_keys,
     text_size,
     tools_key,
@@ -36,7 +37,8 @@ from tinkerscript.gateway.conversation.tree import (
     PromptIndex,
     Turn,
 )
-from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids, with_messages
+from tinkerscript.gateway.images import ImageFormat, files_in
+from tinkerscript.rollouts.call import Call, PlacedImage, pack_ids, unpack_ids, with_messages
 from tinkerscript.tokenizer import LightTokenizer
 
 _encode = msgspec.json.Encoder().encode
@@ -56,6 +58,9 @@ class ConversationRenderer(Protocol):
 
     tokenizer: LightTokenizer
     max_context: int  # Tokens of prompt and reply together.
+
+    @property
+    def images(self) -> ImageFormat | None: ...
 
     @property
     def uses_template(self) -> bool: ...
@@ -78,6 +83,8 @@ class Session:
         self._messages = MessageIndex()
         self._prompts = PromptIndex()
         self._recording: list[Turn] = []
+        # Of recorded images, by digest.
+        self._files: dict[str, bytes] = {}
 
     @classmethod
     def restore(cls, renderer: ConversationRenderer, calls: Iterable[Call]) -> Session:
@@ -88,21 +95,28 @@ class Session:
             session.add(turn, call.call_id, call.sampled, _decoded(call.reply))
         return session
 
-    def plan(self, messages: list[ChatMessage], tools: list[Tool]) -> Turn:
-        """Make the prompt, in flight until `release`.
+    def plan(
+        self, messages: list[ChatMessage], tools: list[Tool], files: Mapping[str, bytes] | None = None
+    ) -> Turn:
+        """Make the prompt, in flight until `release`. `files`: the images of a request by digest.
 
         Raises GatewayError 400 `context_length_exceeded` if there is no room for a reply.
         """
-        with self._placed(messages, tools, _keys_of(messages, tools)) as place:
+        with self._placed(messages, tools, _keys_of(messages, tools), files) as place:
             return self._started(self._turn(place, place.prompt(self._renderer)), "messages")
 
     async def plan_async(
-        self, messages: list[ChatMessage], tools: list[Tool], *, starts: bool = True
+        self,
+        messages: list[ChatMessage],
+        tools: list[Tool],
+        files: Mapping[str, bytes] | None = None,
+        *,
+        starts: bool = True,
     ) -> Turn:
         """Process long messages in a thread. Without `starts`, the turn may be too long."""
-        is_long = text_size(messages) >= LONG_HISTORY
+        is_long = text_size(messages) >= LONG_HISTORY or bool(files)
         keys = await in_thread_if(is_long, _keys_of, messages, tools)
-        with self._placed(messages, tools, keys) as place:
+        with self._placed(messages, tools, keys, files) as place:
             prompt = await in_thread_if(
                 is_long or place.size(self._renderer) >= LONG_PROMPT, place.prompt, self._renderer
             )
@@ -157,7 +171,7 @@ class Session:
         return labelled
 
     def _fork_reason(self, turn: Turn) -> str | None:
-        if any(other.prompt == turn.prompt for other in self._recording):
+        if any((other.prompt, other.images) == (turn.prompt, turn.images) for other in self._recording):
             return SAMPLED_AGAIN
         if turn.new_messages[0]["role"] == PROMPT:
             reason = self._prompts.fork_reason(turn.prompt)
@@ -201,17 +215,24 @@ class Session:
 
     def add(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
         node = Node(turn, call_id, sampled, reply)
+        self._files |= files_in(turn.new_messages, turn.images)
         self._messages.add(node)
         self._prompts.add(node)
         if turn.parent:
             turn.parent.extended = True
 
     @contextmanager
-    def _placed(self, messages: list[ChatMessage], tools: list[Tool], keys: _Keys) -> Generator[_Place]:
+    def _placed(
+        self,
+        messages: list[ChatMessage],
+        tools: list[Tool],
+        keys: _Keys,
+        files: Mapping[str, bytes] | None,
+    ) -> Generator[_Place]:
         # Within the context, no equal request takes the same place.
         path = self._messages.walk(messages, keys.tools, keys.messages)
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
-        place = _Place(path, tools, node)
+        place = _Place(path, tools, node, {**self._files, **(files or {})})
         if node:
             node.pending += 1
         try:
@@ -228,6 +249,7 @@ class Session:
                 parent=None,
                 prompt=prompt.ids,
                 new_prompt=prompt.ids,
+                images=prompt.images,
                 fork_reason=reason,
                 new_messages=path.messages,
                 tools=place.tools,
@@ -240,6 +262,7 @@ class Session:
             parent=node,
             prompt=node.stream() + prompt.ids,
             new_prompt=prompt.ids,
+            images=prompt.images,
             matched_by="ids" if self._messages.named_in(repeated) is node else "equality",
             fork_reason=None,
             new_messages=place.new_messages,
@@ -270,6 +293,7 @@ class Session:
             parent=parent,
             prompt=b"",
             new_prompt=call.new_prompt,
+            images=call.images,
             matched_by=call.matched_by,
             fork_reason=call.fork_reason,
             new_messages=messages,
@@ -281,6 +305,7 @@ class Session:
 class _Prompt(NamedTuple):
     # int32; with `extends`, only what follows the call it continues.
     ids: bytes
+    images: list[PlacedImage]
     extends: bool
     texts: tuple[str, str]  # The new messages and the tools as recorded JSON.
 
@@ -293,8 +318,11 @@ class _Keys(NamedTuple):
 class _Place:
     """Where messages belong in the tree. Immutable, so that threads may read it."""
 
-    def __init__(self, path: MessagePath, tools: list[Tool], node: Node | None) -> None:
+    def __init__(
+        self, path: MessagePath, tools: list[Tool], node: Node | None, files: Mapping[str, bytes]
+    ) -> None:
         self.path = path
+        self._files = files
         self.tools = tools
         self.node = node
         self.new_messages = path.messages
@@ -313,9 +341,19 @@ class _Place:
             tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()
             new_ids = renderer.extend(tail, sampled, self.new_messages, self.node.tools, self.node.messages)
             if new_ids is not None:
-                return _Prompt(pack_ids(new_ids), extends=True, texts=_texts_of(self.new_messages, []))
-        ids = pack_ids(renderer.render(self.path.messages, self.tools))
-        return _Prompt(ids, extends=False, texts=_texts_of(self.path.messages, self.tools))
+                images = self._images(renderer, new_ids, self.new_messages)
+                return _Prompt(pack_ids(new_ids), images, True, _texts_of(self.new_messages, []))
+        ids = renderer.render(self.path.messages, self.tools)
+        images = self._images(renderer, ids, self.path.messages)
+        return _Prompt(pack_ids(ids), images, False, _texts_of(self.path.messages, self.tools))
+
+    def _images(
+        self, renderer: ConversationRenderer, ids: list[int], messages: list[ChatMessage]
+    ) -> list[PlacedImage]:
+        if renderer.images is None:
+            return []
+        images = [image for message in messages for image in images_of(message)]
+        return renderer.images.placed(ids, images, self._files)
 
 
 def _keys_of(messages: list[ChatMessage], tools: list[Tool]) -> _Keys:

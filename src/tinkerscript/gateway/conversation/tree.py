@@ -35,7 +35,7 @@ from tinkerscript.gateway.chat_messages import (
     reply_key,
     tools_key,
 )
-from tinkerscript.rollouts.call import MatchedBy
+from tinkerscript.rollouts.call import MatchedBy, PlacedImage, moved_images
 
 PROMPT = "prompt"  # Stands for a prompt of text or ids. No chat uses it.
 
@@ -86,6 +86,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     parent: Node | None  # None for a fork with a fully rendered prompt.
     prompt: bytes  # int32, the whole prompt.
     new_prompt: bytes  # int32, what follows the parent's prompt and sampled ids.
+    images: list[PlacedImage] = []  # Of `new_prompt`.
     matched_by: MatchedBy | None = None
     # One of `FORK_REASONS`; None if the prompt extends a call or is the claim's first.
     fork_reason: str | None
@@ -95,6 +96,12 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     keys: Sequence[Hashable] = ()  # The keys of `new_messages`; empty if not computed yet.
     texts: tuple[str, str] = ("", "")  # `new_messages` and `tools` as recorded JSON; empty if not recorded.
 
+    @property
+    def all_images(self) -> list[PlacedImage]:
+        """Images of `prompt`."""
+        before = self.parent.images() if self.parent and self.parent.has_images else []
+        return [*before, *moved_images(self.images, (len(self.prompt) - len(self.new_prompt)) // 4)]
+
 
 class Node:
     def __init__(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
@@ -102,6 +109,9 @@ class Node:
         self.parent = turn.parent
         self.new_messages = turn.new_messages
         self.new_prompt = turn.new_prompt
+        self.new_images = turn.images
+        # Whether `stream` has any. Looking at all turns each time would be slow.
+        self.has_images = bool(turn.images) or (turn.parent is not None and turn.parent.has_images)
         self.sampled = sampled
         self.reply = reply
         self.tools = turn.tools
@@ -129,6 +139,15 @@ class Node:
             parts += (node.sampled, node.new_prompt)
             node = node.parent
         return b"".join(reversed(parts))
+
+    def images(self) -> list[PlacedImage]:
+        """Return the images of `stream`."""
+        found: list[PlacedImage] = []
+        length = 0
+        for node in self._line():
+            found += moved_images(node.new_images, length)
+            length += (len(node.new_prompt) + len(node.sampled)) // 4
+        return found
 
     def messages(self) -> list[ChatMessage]:
         return [message for node in self._line() for message in (*node.new_messages, node.reply)]
@@ -293,7 +312,9 @@ class PromptIndex:
         self._prompts: set[int] = set()
 
     def add(self, node: Node) -> None:
-        self._unindexed.append(node)
+        # Ids do not say which image they stand for, so prompts of ids never continue one.
+        if not node.has_images:
+            self._unindexed.append(node)
 
     def find(self, prompt: bytes) -> Node | None:
         self._index()

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from tinkerscript.gateway.chat_messages import ChatMessage, Tool
+from tinkerscript.gateway.chat_messages import ChatMessage, MessageImage, Tool
 from tinkerscript.gateway.dialects.dialect import (
     Choice,
     Completion,
@@ -32,9 +32,11 @@ from tinkerscript.gateway.dialects.openai import (
     usage_of,
 )
 from tinkerscript.gateway.dialects.validation import (
+    ONLY_TEXT,
     MaxTokens,
     TopLogprobs,
     Unsupported,
+    convert,
     decode,
     function_tool,
     invalid,
@@ -42,7 +44,8 @@ from tinkerscript.gateway.dialects.validation import (
     unsupported,
     unsupported_content,
 )
-from tinkerscript.limits import MESSAGES, TOOLS
+from tinkerscript.gateway.images import read_image
+from tinkerscript.limits import IMAGES, MESSAGES, TOOLS
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.sampler import SampledTokens
 from tinkerscript.tokenizer import LightTokenizer
@@ -76,6 +79,16 @@ class _Message(Struct, forbid_unknown_fields=True):
     function_call: None = None
     # The `openai` client adds this too.
     parsed: Any = None
+
+
+class _ImageURL(Struct, forbid_unknown_fields=True):
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"  # The processor decides the size.
+
+
+class _ImagePart(Struct, forbid_unknown_fields=True):
+    image_url: _ImageURL
+    type: Literal["image_url"]
 
 
 class _ToolFunction(Struct, forbid_unknown_fields=True):
@@ -136,13 +149,20 @@ _CHAT = msgspec.json.Decoder(_Chat)
 
 def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
     """Raises GatewayError 400."""
-    return _normalized_chat(decode(_CHAT, data))
+    return _normalized_chat(decode(_CHAT, data), ONLY_TEXT)
 
 
-def _normalized_chat(chat: _Chat | _Request) -> tuple[list[ChatMessage], list[Tool]]:
+def _normalized_chat(
+    chat: _Chat | _Request, files: dict[str, bytes] | str
+) -> tuple[list[ChatMessage], list[Tool]]:
+    """Adds images to `files`, which may be the reason to refuse them instead."""
     functions = [tool.function for tool in chat.tools or ()]
     tools = [function_tool(each.name, each.description, each.parameters) for each in functions]
-    return [_normalized(message, index) for index, message in enumerate(chat.messages)], tools
+    if not isinstance(files, str):
+        contents = [message.content for message in chat.messages if isinstance(message.content, list)]
+        # Before any is decoded.
+        IMAGES.check(sum(part.get("type") == "image_url" for content in contents for part in content))
+    return [_normalized(message, index, files) for index, message in enumerate(chat.messages)], tools
 
 
 def _required_tools(choice: str | dict[str, Any] | None, tools: list[Tool]) -> list[str]:
@@ -183,11 +203,14 @@ def _max_tokens(request: _Request) -> int | None:
     return old if new is None else new
 
 
-def _normalized(message: _Message, index: int) -> ChatMessage:
+def _normalized(message: _Message, index: int, files: dict[str, bytes] | str) -> ChatMessage:
     role = "system" if message.role == "developer" else message.role
     if message.content is None and role != "assistant":
         raise invalid(f"messages[{index}].content", f"a message of the role {role!r} needs content")
-    normalized: ChatMessage = {"role": role, "content": _text(message.content, index)}
+    content, images = _content(message.content, index, files if role == "user" else ONLY_TEXT)
+    normalized: ChatMessage = {"role": role, "content": content}
+    if images:
+        normalized["images"] = images
     if message.name:
         normalized["name"] = message.name
     if role == "assistant":
@@ -216,16 +239,27 @@ def _add_assistant_fields(normalized: ChatMessage, message: _Message) -> None:
         ]
 
 
-def _text(content: str | list[dict[str, Any]] | None, index: int) -> str:
+def _content(
+    content: str | list[dict[str, Any]] | None, index: int, files: dict[str, bytes] | str
+) -> tuple[str, list[MessageImage]]:
     if content is None or isinstance(content, str):
-        return content or ""
-    texts: list[str] = []
+        return content or "", []
+    whole, images = "", list[MessageImage]()
     for position, part in enumerate(content):
+        where = f"messages[{index}].content[{position}]"
+        if part.get("type") == "image_url":
+            if isinstance(files, str):
+                raise unsupported_content("image_url", where, files)
+            url = convert(part, _ImagePart, where).image_url.url
+            image, file = read_image(url, len(whole), where)
+            images.append(image)
+            files[image["sha256"]] = file
+            continue
         text = part.get("text")
         if part.get("type") != "text" or not isinstance(text, str):
-            raise unsupported_content(part.get("type"), f"messages[{index}].content[{position}]")
-        texts.append(text)
-    return "".join(texts)
+            raise unsupported_content(part.get("type"), where)
+        whole += text
+    return whole, images
 
 
 def _choice(tokenizer: LightTokenizer, call: ModelCall, index: int, choice: Choice) -> dict[str, Any]:
@@ -306,10 +340,12 @@ class ChatCompletions(OpenAIDialect[ModelCall]):
 
     def parse(self, body: bytes) -> ModelCall:
         request = decode(_DECODER, body)
-        messages, tools = _normalized_chat(request)
+        files: dict[str, bytes] = {}
+        messages, tools = _normalized_chat(request, files if self.no_images is None else self.no_images)
         return ModelCall(
             messages=messages,
             tools=tools,
+            files=files,
             parse_tool_calls=bool(tools) and request.tool_choice != "none",
             max_tokens=_max_tokens(request),
             logprobs=bool(request.logprobs),

@@ -15,6 +15,7 @@ from tinkerscript import limits
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.dialects.agent_mode import SIDE_MODEL, without_agent_fields
+from tinkerscript.gateway.dialects.validation import ONLY_TEXT
 from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.sampler import SampledTokens
 from tinkerscript.tokenizer import THINK_END, LightTokenizer
@@ -56,6 +57,9 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """If false, tool calls stay text."""
 
     template_kwargs: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    """Digest -> the images of `messages`."""
+
     prompts: list[bytes] = []
     """Prompts as ids (int32) instead of messages. Each gets `n` plain-text completions."""
 
@@ -155,9 +159,13 @@ class Dialect(ABC, Generic[CallT]):
 
     path: ClassVar[str]
 
-    def __init__(self, tokenizer: LightTokenizer, *, agent_mode: bool = False) -> None:
+    def __init__(
+        self, tokenizer: LightTokenizer, *, agent_mode: bool = False, no_images: str | None = ONLY_TEXT
+    ) -> None:
+        """`no_images`: why messages may have none. None: they may."""
         self.tokenizer = tokenizer
         self.agent_mode = agent_mode
+        self.no_images = no_images
 
     def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
         """Raises GatewayError 400, also for a call beyond one of `limits`."""

@@ -25,6 +25,8 @@ TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, le=TOP_K.limit)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=TOP_LOGPROBS.limit)]
 
+ONLY_TEXT = "only text is"
+
 DIRECT = {"type": "direct"}  # The model itself called the tool.
 
 
@@ -120,8 +122,8 @@ def unsupported(param: str, value: object, remedy: str = "") -> GatewayError:
     return GatewayError(400, "unsupported_parameter", message, param=param)
 
 
-def unsupported_content(kind: object, where: str) -> GatewayError:
-    message = f"content of the type {kind!r} is not supported; only text is"
+def unsupported_content(kind: object, where: str, reason: str = ONLY_TEXT) -> GatewayError:
+    message = f"content of the type {kind!r} is not supported; {reason}"
     return GatewayError(400, "unsupported_content", message, param=where)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinkerscript.rollouts.call import Call, FloatArray
+from tinkerscript.rollouts.call import Call, FloatArray, moved_images
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
 POSITIVE_TOLERANCE = 1e-6  # Logprobs up to this are rounding errors.
@@ -32,6 +32,7 @@ ERRORS: Mapping[str, str] = {
     "tokens_differ_from_call": "the sequence's sampled tokens are not those that the call sampled",
     "logprobs_differ_from_call": "the sequence's logprobs are not those of the call",
     "prefix_differs_from_prompt": "the tokens before a sampled token are not the prompt of its call",
+    "images_differ_from_prompt": "the images before a sampled token are not in the prompt of its call",
     "mask_differs_from_calls": "a token is marked as sampled that no call sampled, or the reverse",
     "calls_overlap": "two calls claim the same token",
     "reward_on_unsampled_token": "a token that was not sampled has a reward",
@@ -155,6 +156,10 @@ def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[s
             fits = tokens[max(0, segment.start - new) : segment.start].tobytes() == call.new_prompt
         if not fits:
             yield "prefix_differs_from_prompt"
+        first = segment.start - len(call.new_prompt) // 4
+        new = [image for image in rollout.images if first <= image.start < segment.start]
+        if new != moved_images(call.images, first):
+            yield "images_differ_from_prompt"
         ends[call.call_id] = segment
 
 

@@ -269,7 +269,9 @@ class Contradictions:
                 continue
             weights = (call.policy_versions, tuple(call.spans))
             settings = (call.temperature, call.top_p, call.top_k, call.logprob_kind)
-            alike[(rollout.tokens[: first.start].tobytes(), *weights, *settings)].append(first)
+            images = tuple(image for image in rollout.images if image.start < first.start)
+            prompt = (rollout.tokens[: first.start].tobytes(), images)
+            alike[(*prompt, *weights, *settings)].append(first)
         for segments in alike.values():
             if len(segments) > 1:
                 ids = [segment.call.sampled_ids for segment in segments]

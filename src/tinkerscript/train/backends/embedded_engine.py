@@ -203,7 +203,12 @@ class EmbeddedSampler(FrozenSampler):
     ) -> list[SampledSequence]:
         if request.repetition_penalty != 1:  # The only parameter that this engine does not support.
             refuse_unsupported(
-                request, "the embedded engine", constraints=True, top_logprobs=True, min_p=True
+                request,
+                "the embedded engine",
+                constraints=True,
+                top_logprobs=True,
+                min_p=True,
+                images=True,
             )
         relay = ProgressRelay(progress, asyncio.get_running_loop()) if progress is not None else None
         if request.constraint is not None:
@@ -219,6 +224,7 @@ class EmbeddedSampler(FrozenSampler):
             report=relay.report if relay else None,
             top_logprobs=request.top_logprobs,
             grammar=request.constraint.grammar if request.constraint else None,
+            images=request.images,
         )
         try:
             sequences = [_packed(row) for row in await asyncio.wrap_future(rows)]
