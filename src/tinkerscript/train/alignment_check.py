@@ -1,7 +1,6 @@
-"""`AlignmentCheck`: decides which sequences of a step may train, and whether the step may happen at all.
-
-Off-policy samples (lag above 0) are expected to differ from the trainer, so they are measured but stop
-nothing, unless their logprobs belong to other tokens.
+"""`AlignmentCheck`: decides which sequences of a step may train, and whether the step may happen.
+Off-policy samples (lag above 0) should differ from the trainer: they are measured but stop nothing, unless
+their logprobs belong to other tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.train.backends.backend import TrainerBackend
 
 UNNAMED = "logprob_gap"
-"""It can stop a step, but never leaves out sequences."""
+"""It can stop a step, but leaves no sequence out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class TrainedModel:
 
     @classmethod
     def of(cls, folder: Path, backend: TrainerBackend, *, scales_logits: bool = True) -> TrainedModel:
-        """`scales_logits`: False if another scorer, such as a teacher, ignores temperatures."""
+        """`scales_logits`: False if a teacher or other scorer ignores temperatures."""
         tokenizer = LightTokenizer(folder)
         eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
@@ -68,7 +67,6 @@ class TrainedModel:
         )
 
     def takes_experts(self, rollout: Rollout) -> bool:
-        """False if the sequence has experts that the model cannot replay."""
         if self.routing is None or rollout.experts is None:
             return True
         try:
@@ -131,7 +129,7 @@ class AlignmentCheck:
         return replace(episode, rollouts=tuple(sound))
 
     def siblings(self, groups: Iterable[RolloutGroup], *, step: int) -> None:
-        """Compare the sampler with itself. Raises AlignmentError for contradictions, unless set to warn."""
+        """Raises AlignmentError if the sampler contradicts itself, unless set to warn."""
         found = Contradictions()
         for group in groups:
             found.add(rollout for episode in group.episodes for rollout in episode.rollouts)
@@ -147,9 +145,7 @@ class AlignmentCheck:
         lags: Mapping[int, int] | None,
         step: int,
     ) -> list[WeightedRollout]:
-        """The sequences that may train, by the trainer's logprobs (`trainer`, float32 [T] each, [0]
-        unused).
-
+        """Returns the sequences that may train. `trainer`: float32 [T] logprobs each, [0] unused.
         `lags`: policy version -> training steps behind (None: all current). Raises AlignmentError if lag-0
         sequences are misaligned, unless set to warn.
         """
@@ -222,7 +218,7 @@ class AlignmentCheck:
         return diagnose(pairs, threshold=self._limit, retokenise=self._model.retokenise)
 
     def _judge(self, mean: float, pairs: Sequence[Pair], apart: Sequence[Pair], step: int) -> None:
-        """`pairs`: calls of sequences above the limit; `apart`: calls with a pattern."""
+        """`pairs`: calls above the limit; `apart`: calls with a pattern."""
         finding = self._diagnose(pairs if mean > self._limit else apart)
         if finding:
             self._misaligned(finding, step)

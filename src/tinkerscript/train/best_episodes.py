@@ -1,8 +1,6 @@
-"""`load_episodes`: the best episodes of the groups in a run's ledger, or pairs of episodes, as training
-data.
-
-Invariants: tokens and prompts are as sampled. No sequence with an error trains
-(`rollouts.alignment.checks`), but temperature 0 is fine, because its log probabilities are not used.
+"""`load_episodes`: a run's best episodes, or pairs of episodes, as training data.
+Invariants: tokens and prompts are as sampled, and no sequence with an error trains
+(`rollouts.alignment.checks`). Temperature 0 is fine, because its logprobs are not used.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 def load_episodes(config: RunConfig, model: Path) -> Chats:
     """`model`: folder of the model that trains.
-
-    Raises ConfigError for a folder without a ledger, a model with another tokenizer, and a run in which no
-    episode is better than the rest.
+    Raises ConfigError if the folder has no ledger, the tokenizers differ, or no episode beats the others.
     """
     sft = config.sft
     run, longest = Path(sft.data).expanduser(), context_of(model)
@@ -62,7 +58,6 @@ def load_episodes(config: RunConfig, model: Path) -> Chats:
 
 
 def _check_model(run: Path, model: Path) -> None:
-    """Raises ConfigError if the run's ids may mean something else to the model that trains."""
     recorded = LedgerReader(run, store="sqlite")
     if recorded.config.get("method") == "sft":
         raise ConfigError(f"sft.data: {run} is a run of method: sft, whose chats have no rewards")
@@ -76,7 +71,7 @@ def _may_train(episode: EpisodeRollouts) -> bool:
     except ConversionError:
         return False
     if any(rollout.images for rollout in episode.rollouts):
-        return False  # Supervised training has only their placeholders.
+        return False  # Only their placeholders would train.
     return any(rollout.loss_mask.any() for rollout in episode.rollouts)
 
 
@@ -95,8 +90,7 @@ def _tokens(example: SupervisedExample) -> Hashable:
 
 
 def pairs(group: Sequence[EpisodeRollouts], number: int) -> Iterator[tuple[EpisodeRollouts, EpisodeRollouts]]:
-    """Best with worst, second best with second worst, and so on: at most `number`, while the first is
-    better."""
+    """Best with worst, second best with second worst, and so on: at most `number`."""
     ranked = _ranked(group)
     for better, worse in zip(ranked[:number], reversed(ranked), strict=False):
         if better.reward > worse.reward:

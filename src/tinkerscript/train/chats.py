@@ -1,7 +1,6 @@
-"""`Chats`, which `method: sft` trains on or holds out, and how a JSONL file becomes them.
-
-Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that
-the gateway would give. Selection and order depend on the seed.
+"""`Chats`, which `method: sft` trains on or holds out.
+Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that the
+gateway would give. Selection and order depend on the seed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Datums = list[tinker.Datum]
 
 @dataclass(frozen=True)
 class SupervisedExample:
-    """A chat, an episode, or a pair of episodes. Tokens that train have weight 1."""
+    """A chat, an episode, or a pair of episodes. Trained tokens have weight 1."""
 
     sequences: Sequence[tinker.Datum]
     about: Hashable
@@ -37,7 +36,7 @@ class SupervisedExample:
 
     rejected: Sequence[tinker.Datum] = ()
     episodes: tuple[str, ...] = ()
-    """Uuids; of a pair, the better one first."""
+    """The better one of a pair first."""
 
     @property
     def datums(self) -> Datums:
@@ -61,7 +60,7 @@ class Chats:
     epochs: int
     seed: int
     origin: Mapping[str, object]
-    """The data's `sha256` and what determines the split, for resuming."""
+    """`sha256` and what determines the split, for resuming."""
 
     what: str = "chats"
     why_left_out: str = "are too long"
@@ -90,8 +89,7 @@ class Chats:
 def divided(
     examples: Sequence[SupervisedExample], config: RunConfig, limit: int, origin: Mapping[str, object]
 ) -> Chats:
-    """Hold out some `examples`, and leave out sequences of more than `limit` tokens.
-
+    """Hold out some examples, and leave out sequences of more than `limit` tokens.
     Raises ConfigError if nothing is left to train on.
     """
     sft = config.sft

@@ -1,6 +1,5 @@
-"""`RunCheckpoints`: the weights of all policies of a run on disk, and their rows in the ledger.
-
-Invariant: a checkpoint is complete with its manifest, and counts once its row is committed.
+"""`RunCheckpoints`: all weights of a run on disk, and their rows in the ledger.
+A checkpoint is complete with its manifest, and counts once its row is committed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tinkerscript.train.learner import Learner
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 
-# The server may be why the run ends, so the ledger may never answer.
+# The server may have failed, so a commit may never return.
 LAST_COMMIT_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class RunCheckpoints:
         needed: Callable[[Collection[int]], Collection[int]],
         curriculum: Curriculum | None = None,
     ) -> None:
-        """`learners`: the run's own policy first. `needed` picks the steps with checkpoints to keep."""
+        """`learners`: the run's own policy first. `needed` picks the checkpoints to keep."""
         self._parts = parts
         self._own, *self._roles = learners
         self._policy = policy
@@ -53,7 +52,7 @@ class RunCheckpoints:
             await try_to_save(saving, step, self._parts.progress.note)
 
     async def save(self, step: int, *, train_seconds: float, within_s: float | None = None) -> None:
-        """Save weights and commit the row. Raises TimeoutError after `within_s`."""
+        """Raises TimeoutError after `within_s`."""
         with self._parts.progress.waiting(f"the checkpoint of step {step}"):
             await self.write(self._parts.folder.checkpoint_name(step))
         roles = {each.role: each.report.as_json() for each in self._roles}

@@ -1,6 +1,5 @@
 """`Batch` holds the groups that a step or an evaluation waits for; `Collector` delivers outcomes to them.
-
-Invariant: every outcome goes to one group, by episode id, or is recorded as left out.
+Every outcome goes to one group, by episode id, or is recorded as left out.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from tinkerscript.trainer_link.messages import (
 BatchRule = Literal["groups", "differing_groups"]
 
 
-# Clients may register groups that never fill. Beyond this size, the oldest is given up.
+# Clients may never fill their groups. Above this size, the oldest is given up.
 INCOMPLETE_BYTES = 2**30
 
-# Failed episodes without a success that end a batch.
+# A batch ends after this many failures without a success.
 HOPELESS_AFTER = 32
 
 
@@ -54,7 +53,7 @@ class Group:
     is_judged: bool = True
 
     def add(self, outcome: Outcome) -> bool:
-        """Returns False for a duplicate or foreign episode."""
+        """False for a duplicate or foreign episode."""
         if self.outcomes.get(outcome.episode_uuid, outcome) is not None:
             return False
         self.outcomes[outcome.episode_uuid] = outcome
@@ -70,7 +69,7 @@ class Group:
         return [outcome for outcome in self.outcomes.values() if isinstance(outcome, EpisodeAccepted)]
 
     def differs(self, *, by_call: bool) -> bool:
-        """Whether rewards (with `by_call` also calls') differ, which gives a gradient."""
+        """Whether rewards (with `by_call` also calls') differ, and so give a gradient."""
         return len({(each.reward_of(""), *(each.earned if by_call else ())) for each in self.accepted}) > 1
 
 
@@ -78,7 +77,7 @@ class Batch:
     def __init__(
         self, label: str, *, rule: BatchRule = "groups", needed: int = 0, by_call: bool = True
     ) -> None:
-        """`rule` says which complete groups count, `needed` how many (0: all)."""
+        """`rule`: which complete groups count; `needed`: how many (0: all)."""
         self.label = label
         self.groups: dict[str, Group] = {}
         self._rule: BatchRule = rule
@@ -154,9 +153,8 @@ class Batch:
 
     def check_success(self, own_clients: str = "") -> None:
         """Raise NoSuccessError if all episodes or the first `HOPELESS_AFTER` failed.
-
-        Before all have failed, one must have failed at the run's own clients (uuids from `own_clients`):
-        others may be broken while these start.
+        The latter needs a failure at the run's own clients (uuids from `own_clients`): others may be broken
+        while these start.
         """
         if any(group.accepted for group in self.groups.values()):
             return
@@ -199,10 +197,10 @@ class Collector:
     def __post_init__(self) -> None:
         self._waiting: dict[str, Group] = {}
 
-        # Uuid of each planned, running episode -> its step.
+        # Uuid of each planned, running episode -> step.
         self._running: dict[str, int] = {}
 
-        # Incomplete groups of clients' samples, oldest first, and the bytes of each.
+        # Incomplete groups of clients' samples, oldest first, with their bytes.
         self._gathering: dict[str, list[Outcome]] = {}
         self._gathered: Counter[str] = Counter()
 
@@ -219,7 +217,7 @@ class Collector:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """Receive outcomes. An error is also raised in everything that waits."""
+        """An error is also raised in everything that waits."""
         judging = set[asyncio.Task[None]]()
         try:
             while True:
@@ -237,7 +235,7 @@ class Collector:
             await asyncio.gather(*judging, return_exceptions=True)
 
     async def _judged(self, group: Group, then: Callable[[], object]) -> None:
-        """Reward a group. If the judge fails, the group fails."""
+        """If the judge fails, the group fails."""
         assert self.judge is not None
         accepted, row = group.accepted, partial(VerdictRow, time=time.time())
         try:
@@ -258,7 +256,7 @@ class Collector:
         self._received.set()
 
     def _close(self, group: Group, then: Callable[[], object] = lambda: None) -> None:
-        """Call `then` once the group is judged, if necessary."""
+        """Call `then`, after judging if necessary."""
         if self.judge is None or len(group.accepted) < 2:
             then()
             return
@@ -349,8 +347,7 @@ class Collector:
     async def until(
         self, is_met: Callable[[], bool], batch: Batch, more: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
-        """Raises NoSuccessError if the batch is hopeless. `more` starts further groups if there is room,
-        and returns whether it did."""
+        """`more` starts groups if there is room, and returns whether it did. Raises NoSuccessError."""
         with self.progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
             self._tell(batch, at_once=True)

@@ -1,7 +1,4 @@
-"""Defaults that depend on the model: the learning rate, threads, and the length of replies.
-
-They need only config.json, so a plan can show them before the run starts.
-"""
+"""Defaults that depend on the model. They need only config.json, so a plan can show them."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.model_folder import base_of_adapter, context_of
 
-# Smaller models tolerate learning rates that ruin larger ones within a few steps.
+# Small models tolerate learning rates that ruin larger ones within a few steps.
 SMALL = 20_000_000
 
 
@@ -31,8 +28,7 @@ class Rates:
 # tinker_cookbook's `get_lr` for supervised training: this rate at this width.
 ADAPTER_RATE, ADAPTER_WIDTH = 5e-4, 2000
 
-# `get_lr` scales the rate by (ADAPTER_WIDTH / width) to this power. Other families are not calibrated, and
-# get the same rate at any width.
+# `get_lr` scales by (ADAPTER_WIDTH / width) to this power. It has no calibration for other families.
 ADAPTER_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 
 # Reinforcement learning's share: the cookbook uses 4e-5 for Llama 3.1 8B.
@@ -42,15 +38,15 @@ TOO_HIGH = 20
 
 SMALL_MODEL = Rates("all weights of a small model", 1e-4, 5e-3)
 
-# TRL's and verl's default. Seven steps of random advantages move SmolLM2-135M by 1.2 nats per token at
-# 1e-4, by 0.07 at 1e-5.
+# TRL's and verl's default. Seven steps of random advantages move SmolLM2-135M by 1.2 nats per token at 1e-4,
+# by 0.07 at 1e-5.
 ALL_WEIGHTS = Rates("all weights", 1e-6, 2e-5)
 
 ALL_WEIGHTS_SFT = Rates("all weights, supervised", 1e-5, 2e-4)
 
 
 def rates_of(config: RunConfig, model: Path) -> Rates:
-    # DPO ruins a model as fast as reinforcement learning does; TRL's rate for it is 1e-6 too.
+    # DPO ruins a model as fast as RL does; TRL's rate for it is 1e-6 too.
     is_supervised = config.method == "sft" and not config.sft.dpo_beta
     if config.engine.backend == "tinker" or config.engine.lora.rank:
         settings = _model_config(model)
@@ -107,7 +103,7 @@ def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
 
 
 def usual_threads(config: RunConfig, model: Path) -> int:
-    """This device's share of the usable cores, but one thread for small models and remote engines."""
+    """This device's share of the usable cores; 1 for small models and remote engines."""
     if config.engine.backend == "tinker" or _is_small(model):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -130,8 +126,7 @@ FLOOR = 0.1
 
 
 def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:
-    """The rate of `step`, from 1, in a run of `steps`, and after them.
-
+    """The rate of `step`, which counts from 1.
     Step n of the warm-up uses n / (warmup_steps + 1) of the full rate. Then tinker_cookbook's schedule, but
     never below `FLOOR`.
     """

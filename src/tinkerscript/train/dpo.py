@@ -1,8 +1,7 @@
 """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on pairs of episodes.
-
-A pair's loss depends on all tokens at once, but an engine's losses are sums over tokens. So each step first
-computes the log probabilities, then trains with `cross_entropy`, weighted by the loss's derivatives: the
-gradient is the same.
+A pair's loss depends on all its tokens, but an engine's losses are sums over tokens. So each step computes
+log probabilities, then trains with `cross_entropy` weighted by the loss's derivatives, which gives the same
+gradient.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ class PairLosses:
     """-log sigmoid(margin), in nats."""
 
     margins: Doubles
-    """beta times how much more the policy has moved from the start policy toward the better episode than
-    toward the worse (implicit rewards)."""
+    """Implicit rewards: beta times how much further the policy has moved toward the better episode."""
 
     slopes: Doubles
-    """Derivative of the mean loss by the better episode's log probability; for the worse one, negated."""
+    """Derivative of the mean loss by the better episode's logprob; negated for the worse one."""
 
     @classmethod
     def of(cls, better: Doubles, worse: Doubles, beta: float) -> PairLosses:

@@ -1,4 +1,4 @@
-"""`EpisodeSource`: the seam between the training loop and the interchange server, which runs episodes."""
+"""`EpisodeSource`: the seam between the training loop and the interchange server."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ class EpisodeSource:
         link.set_status(client_samples=client_samples)
 
     async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Run these episodes; known uuids continue. `step`: the first that can train on them, or the
-        evaluation's."""
+        """Known uuids continue. `step`: the first that can train on them, or the evaluation's."""
         await self._link.register(
             [
                 NewEpisode(
@@ -77,5 +76,4 @@ class EpisodeSource:
         self._link.set_status(**changed)
 
     def collecting(self, batch: BatchProgress | None, *, at_once: bool = False) -> None:
-        """`at_once`: do not wait for the next regular report."""
         self._link.set_batch(batch, at_once=at_once)

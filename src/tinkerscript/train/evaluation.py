@@ -1,10 +1,8 @@
 """`Evaluator`: scores policy versions on held-out samples.
-
-An evaluation after a step overlaps with the next steps, with a share of the workers, if the sampler can
-hold its version. Otherwise it gets all workers.
-
-Invariant: each label is evaluated once per run, by a single version, even across restarts. Failed episodes
-are reported next to the score, never averaged into it.
+If the sampler can hold its version, an evaluation overlaps with the next steps and uses a share of the
+workers. Otherwise it gets all workers.
+Invariant: each label is evaluated once per run, by one version, even across restarts. Failed episodes are
+reported next to the score, never averaged into it.
 """
 
 from __future__ import annotations
@@ -78,7 +76,7 @@ class Evaluator:
     # What the training loop calls
 
     async def run(self) -> None:
-        """Advance the evaluations. The loop raises a NoSuccessError between steps."""
+        """The loop raises a NoSuccessError between steps."""
         try:
             while True:
                 before = self.collector.received
@@ -104,11 +102,11 @@ class Evaluator:
         await self._wait(at_most=self.policy.holds)
 
     async def again(self, step: int) -> None:
-        """Restart an interrupted evaluation. The weights of `step` must be the newest."""
+        """Restart an interrupted evaluation. The newest weights must be those of `step`."""
         await self._begin(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
-        """Evaluate the final weights, again if the run was extended, and wait for all evaluations."""
+        """Evaluate the final weights, again if the run was extended. Waits for all evaluations."""
         if (done := self.finished.get("after")) and done.step != step:
             del self.finished["after"]
         await self._begin("after", step, self.config.episodes)
@@ -121,7 +119,7 @@ class Evaluator:
         return is_on and step % every == 0 and 0 < step < steps and not is_done
 
     def runs_beside(self, step: int, *, steps: int) -> bool:
-        """Whether the evaluation overlaps with later steps, so that resuming needs both weights."""
+        """Whether the evaluation overlaps with later steps, so resuming needs both weights."""
         return self.is_due(step, steps=steps) and self.policy.holds > 0
 
     def needed(self, steps: Collection[int]) -> set[int]:
@@ -176,8 +174,8 @@ class Evaluator:
 
     @property
     def _room(self) -> int:
-        # The share of running episodes, but at least one; also of finished ones, because fast episodes
-        # would use more of the workers than their share.
+        # The share of running episodes, but at least one, and of finished ones: fast episodes would exceed
+        # their share.
         share = self.config.share
         at_once = max(1, int(share * self.collector.held.number))
         in_all = 1 + (share / (1 - share) * self.collector.rollouts if share < 1 else math.inf)

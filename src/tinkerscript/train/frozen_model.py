@@ -1,7 +1,6 @@
-"""`open_frozen_role`: a `frozen` role of the config as a model that samples and scores.
-
-A vLLM server holds it if the role has a `base_url`, else the run's backend. Invariant: an unreachable
-server is reported and waited for, up to `MAX_WAIT_S`; its scores are exact, or an error is raised.
+"""`open_frozen_role`: a `frozen` role as a model that samples and scores.
+A vLLM server holds it if the role has a `base_url`, else the run's backend. An unreachable server is reported
+and waited for, up to `MAX_WAIT_S`.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ async def open_frozen_role(
     environ: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[FrozenModel]:
     """Raises ConfigError, with the role's name, if the model is unusable.
-
-    `folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request, `max_wait_s` all
-    retries.
+    `folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request, `max_wait_s` all retries.
     """
     if role.base_url:
         async with _served(name, role, folder, note, environ, timeout_s, max_wait_s) as model:
@@ -85,7 +82,7 @@ async def _served(
     except ConfigError as error:
         raise ConfigError(f"roles.{name}: {error}") from error
     async with aclosing(server):
-        # The server's names of weights are not versions of the run's policy.
+        # The server's weight names are not versions of the run's policy.
         facts = structs.replace(await _examined(name, role, server, folder), weight_version=None)
         sampler = RemoteSampler(server, facts, timeout_s=timeout_s)
         yield ServedFrozenModel(name, server, facts, sampler, folder, note, max_wait_s)
@@ -123,7 +120,7 @@ class ServedFrozenModel(FrozenModel):
 
     def __post_init__(self) -> None:
         self._name = f"roles.{self.name} at {self.server.url}"
-        self._noted = 0.0  # Last report of a wait, on the event loop's clock. 0: not waiting.
+        self._noted = 0.0  # Last report of a wait, in event-loop time. 0: not waiting.
         self._model = self.facts.model
         self.max_context = self.facts.max_context
 
@@ -170,7 +167,7 @@ class ServedFrozenModel(FrozenModel):
         return sample.scores
 
     def _tell(self, reason: str, now: float) -> None:
-        """Report a wait once for all concurrent requests. An empty `reason` ends it."""
+        """Report a wait once for concurrent requests. An empty `reason` ends it."""
         if reason and (not self._noted or now - self._noted >= RETRY_NOTE_S):
             self._noted = now
             self.note(f"waiting for {self._name}: {reason}")

@@ -1,10 +1,8 @@
-"""`GroupJudge`: rewards from a judge that sees all episodes of a complete group at once.
-
-A judge is a user's function, or a role that ranks the episodes (`ranked`, after OpenPipe ART's RULER:
-ranking needs no labels, and GRPO only compares within a group).
-
-Invariants: a group trains on all its verdicts or not at all; a failed judge fails the group and never means
-a reward of 0. Verdicts are in the ledger before a step uses them.
+"""`GroupJudge`: rewards from a judge that sees all episodes of a complete group.
+A judge is a user's function, or a role that ranks the episodes (`ranked`, after OpenPipe ART's RULER: ranking
+needs no labels, and GRPO only compares within a group).
+Invariants: a group trains on all its verdicts or not at all; a failed judge fails the group and never means a
+reward of 0. Verdicts are in the ledger before a step uses them.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ Ask = Callable[[str, Sequence[Message]], Awaitable[str]]
 class JudgedEpisode:
     episode_uuid: str
     reward: float
-    """The program's, with single calls' rewards. The verdict replaces it."""
+    """The program's, including single calls' rewards. The verdict replaces it."""
 
     is_success: bool | None
     messages: Sequence[Message]
@@ -72,7 +70,7 @@ class Verdict(NamedTuple):
 
 
 JudgeFunction = Callable[[JudgedGroup], Any]
-"""Returns, directly or awaited, a reward per episode in order, or (reward, words)."""
+"""Returns, directly or awaited, a reward or (reward, words) per episode, in order."""
 
 
 @dataclass
@@ -229,7 +227,6 @@ def _text(messages: Sequence[Message]) -> str:
 
 
 def _scores(reply: str, number: int) -> list[Verdict]:
-    """Raises ValueError, which quotes the reply."""
     begin, end = reply.find("{"), reply.rfind("}")
     try:
         items = json.loads(reply[begin : end + 1])["scores"]

@@ -1,5 +1,4 @@
 """Checks that the files in a run's folder are complete and belong to one run.
-
 A checkpoint is complete if its files match manifest.json, which is written last. Databases and checkpoints
 carry their run's identity (`files.RUN_ID`).
 """
@@ -83,7 +82,7 @@ def holds_run(path: Path) -> bool:
 
 
 def _asked(ledger: Path, query: str) -> int:
-    """Raises ConfigError for an unreadable ledger. The number is 0 without tables."""
+    """Raises ConfigError for an unreadable ledger. Returns 0 without tables."""
     try:
         with closing(sqlite3.connect(ledger)) as run:
             has_tables = run.execute("SELECT 1 FROM sqlite_schema WHERE name = 'steps'").fetchone()
@@ -99,7 +98,7 @@ def identify(path: Path) -> str:
 
 
 def write_manifest(checkpoint: Path, run_id: str) -> None:
-    """Mark a checkpoint as complete, and as this run's. Blocks until it is on disk."""
+    """Mark a checkpoint as complete and as this run's. Blocks until it is on disk."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.name != MANIFEST)
     # A power failure can leave the right size without the content.
     for path in paths:

@@ -1,5 +1,4 @@
-"""Writes episodes as Inspect logs into the run's folder, for `inspect view`.
-
+"""Writes episodes as Inspect logs, for `inspect view`.
 They are built from calls and results, so any client will do. A log appears only when complete.
 """
 
@@ -25,7 +24,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 FOLDER = "inspect"
 
-# Inspect's writer is not thread-safe, and logs of a step and an evaluation may coincide.
+# Inspect's writer is not thread-safe, and a step's logs may coincide with an evaluation's.
 _WRITING = threading.Lock()
 
 
@@ -39,8 +38,7 @@ def write_logs(
     *,
     rule: AdvantageRule = PLAIN,
 ) -> list[Path]:
-    """Write one log per task, replacing logs with the same `label`, such as `step-0005`. Blocks.
-
+    """Write one log per task, replacing logs with the same `label`. Blocks.
     `samples`: episode uuid -> payload, without clients' samples. `rule` gives the logged advantages.
     """
     advantages = {

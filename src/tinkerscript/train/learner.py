@@ -1,7 +1,5 @@
 """`Learner`: what a training step does to one policy's weights.
-
-Invariant: `AlignmentCheck` runs before the first optimizer step, so a step that it stops has changed no
-weights, and nothing else trains.
+`AlignmentCheck` runs before the first optimizer step, so a step that it stops has changed no weights.
 """
 
 from __future__ import annotations
@@ -76,8 +74,9 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, scores_of
 LossMean = Literal["sequences", "tokens", "tokens_then_sequences", "episodes"]
 
 KL_STEP = "train/kl_step"
-"""Metric: how far a step's weights moved before its last optimizer step, as KL(before, after) in nats per
-token (Schulman's k3)."""
+"""Metric: KL(before, after) of a step's weights before its last optimizer step, in nats per token (Schulman's
+k3).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +86,11 @@ class Compared:
     """float32 [T], before the update, [0] unused."""
 
     entropies: FloatArray | None
-    """float32 [T], [0] unused, in nats; None if not reported."""
+    """float32 [T], in nats, [0] unused; None if not reported."""
 
 
 class LearnerState(msgspec.Struct, frozen=True):
-    """What a policy's training keeps from step to step besides weights and replayed groups."""
+    """What a policy's training keeps between steps, besides weights and replayed groups."""
 
     rewards: Moments = Moments()
     samples: dict[str, SampleMean] = {}
@@ -102,7 +101,7 @@ class LearnerState(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class Learner:
-    """Trains one policy, the run's own or a role's. A step is `take`, `check` and `train`."""
+    """Trains the run's own policy or a role's. A step is `take`, `check` and `train`."""
 
     client: TrainingClient
     config: TrainingConfig
@@ -132,7 +131,7 @@ class Learner:
         self.replayed: list[RolloutGroup] = []
         self.replayable: list[RolloutGroup] = []
         self.stale: dict[str, str] = {}
-        """Uuids of episodes too old to train, which still count in comparisons -> reason."""
+        """Episodes too old to train, which still count in comparisons: uuid -> reason."""
 
         self.compared: list[Compared] = []
 
@@ -146,13 +145,12 @@ class Learner:
         self._inputs: dict[int, dict[str, FloatArray]] = {}  # float32 [T] each.
         self._old: dict[int, FloatArray] = {}  # float32 [T], before the update.
 
-        # From `take` and `check`, for `train`.
         self._next_state = self.state
         self._batch: list[WeightedRollout] = []
         self._measured: dict[str, float] = {}
 
-        # If the step is a single optimizer step, the comparison's pass also computes the gradient, which
-        # the engine holds until `train`.
+        # In a single-step update, the comparison's pass also computes the gradient, which the engine holds
+        # until `train`.
         self._computed: tinker.ForwardBackwardOutput | None = None
 
         self._loss = loss = policy_loss(config)
@@ -177,9 +175,8 @@ class Learner:
         samples: Mapping[str, str] | None = None,
     ) -> None:
         """Begin a step. A role takes only the episodes that called it.
-
-        `stale`: uuid of a too old episode -> reason. Its reward counts, but it has no sequences. `samples`:
-        group id -> key of its sample, for `sample_mean`.
+        `stale`: uuid -> why an episode is too old. Its reward counts, but not its sequences. `samples`: group
+        id -> key of its sample, for `sample_mean`.
         """
         self.stale |= stale or {}
         self.report.begin_step()
@@ -197,7 +194,7 @@ class Learner:
         self.begin(taken)
 
     def _with_past(self, groups: list[RolloutGroup], samples: Mapping[str, str]) -> list[RolloutGroup]:
-        """The running moments include this step; the mean of a sample does not."""
+        """The running moments include this step; a sample's mean does not."""
         rewards = self.state.rewards.adding([each for group in groups for each in group.rewards])
         means, found = dict(self.state.samples), list[RolloutGroup]()
         for group in groups:
@@ -275,8 +272,7 @@ class Learner:
         lag_of_version: Mapping[int, int] | None = None,
         replayed: Sequence[RolloutGroup] = (),
     ) -> None:
-        """Decide which sequences train, and with which advantages. Changes no weights.
-
+        """Decide which sequences train, with which advantages. Changes no weights.
         `lag_of_version`: policy version -> training steps behind (None: all current). Raises AlignmentError
         if the batch is misaligned and `on_misalignment` is `stop`.
         """
@@ -331,7 +327,6 @@ class Learner:
         )
 
     def masks(self, rollout: Rollout) -> bool:
-        """Whether the sequence carries no loss because its last reply was truncated."""
         return self.config.mask_truncated and rollout.is_truncated
 
     def _weighted(self, groups: Sequence[RolloutGroup]) -> list[list[WeightedRollout]]:
@@ -412,7 +407,7 @@ class Learner:
         return [of[id(item.rollout)] for item in items]
 
     async def train(self, step: int) -> dict[str, float]:
-        """Take one optimizer step per minibatch and epoch. Returns their mean `train/` metrics."""
+        """Take one optimizer step per minibatch and epoch. Returns mean `train/` metrics."""
         adapted = self._adapt_entropy()
         self.state = self._next_state
         batch, self._batch = self._batch, []
@@ -454,8 +449,7 @@ class Learner:
         self, batch: list[WeightedRollout], olds: Sequence[FloatArray], step: int
     ) -> tuple[list[WeightedRollout], dict[str, float]]:
         """Apply KL penalty, teacher and corrections to single tokens' advantages.
-
-        `olds`: the trainer's logprobs, float32 [T] each, or empty if not needed (`_takes_one_step`).
+        `olds`: the trainer's logprobs, float32 [T] each, or empty if not needed.
         """
         self._old = {id(item.rollout): old for item, old in zip(batch, olds, strict=False)}
         metrics: dict[str, float] = {}
@@ -506,11 +500,10 @@ class Learner:
         return {"train/entropy": float(np.concatenate(found).mean())} if found else {}
 
     def _adapt_entropy(self) -> dict[str, float]:
-        """The entropy bonus of this step, and in `_next_state` that of the next.
-
-        With a weight c, an entropy e before the update and a target t, the bonus weighs c if e <= t, else 0;
-        then c grows by delta if e < t, or shrinks by it if e > t, but not below 0 (Skywork-OR1, He et al.
-        2025, arXiv:2505.22312; the bound is TRL's).
+        """The entropy bonus of this step, and in `_next_state` the next one's.
+        With weight c, entropy e before the update and target t, the bonus weighs c if e <= t, else 0; then c
+        grows by delta if e < t, or shrinks by it if e > t, but not below 0 (Skywork-OR1, He et al. 2025,
+        arXiv:2505.22312; the bound is TRL's).
         """
         target, delta = self.config.adaptive_entropy.target, self.config.adaptive_entropy.delta
         entropy = self._measured.get("train/entropy")
@@ -588,7 +581,7 @@ class Learner:
         return {KL_STEP: float((np.exp(gaps) - 1 - gaps).mean(dtype=np.float64))}
 
     def _gaps(self, item: WeightedRollout, new: FloatArray) -> FloatArray:
-        """The log of each loss token's probability ratio. `new`: float32 [T - 1]."""
+        """Log probability ratios of the loss tokens. `new`: float32 [T - 1]."""
         old = item.reference if item.reference is not None else item.rollout.logprobs
         mask = item.rollout.loss_mask[1:]
         gaps = (new - old[1:])[mask]
@@ -605,13 +598,12 @@ class Learner:
 
 
 def _shifted(values: tinker.TensorData) -> FloatArray:
-    """Align a datum's T - 1 targets with its T tokens: float32 [T] with 0 in front."""
+    """Align a datum's T - 1 targets with its tokens: float32 [T] with 0 in front."""
     return np.concatenate([[0.0], values.to_numpy()]).astype(np.float32)
 
 
 def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> list[list[WeightedRollout]]:
     """Shuffle and cut the batch into at most `number` nearly equal parts.
-
     They do not depend on its order, so a repeated step trains the same.
     """
     ordered = sorted(batch, key=lambda item: (item.rollout.tokens.tobytes(), item.advantages.tobytes()))

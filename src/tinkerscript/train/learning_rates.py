@@ -1,7 +1,6 @@
-"""`steps_at_rates`: how far one step moves the policy at each of several learning rates.
-
-Every rate trains the same groups, the first that a run recorded, from the weights that the run began with.
-Nothing is written into the run's folder.
+"""`steps_at_rates`: how far one step moves the policy at several learning rates.
+Every rate trains the first groups that a run recorded, from its first weights. Nothing is written into the
+run's folder.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ class RateStep:
     """KL(before, after) in nats per token, Schulman's k3."""
 
     update_ratio: float | None
-    """Norm of the change over the norm of the weights. None: the backend does not report it."""
+    """Norm of the change over norm of the weights. None: not reported."""
 
 
 async def steps_at_rates(
     config: RunConfig, run: Path, note: Callable[[str], None]
 ) -> AsyncGenerator[RateStep]:
-    """Yields a step for each rate, in rising order. Raises ConfigError."""
+    """In rising order. Raises ConfigError."""
     model = model_folder(config.engine.model)
     config, _ = resolved(config, model)
     groups = _groups(config, run)
@@ -82,7 +81,7 @@ async def _step(
     config: RunConfig, backend: TrainerBackend, model: Path, groups: Sequence[RolloutGroup], rate: float
 ) -> RateStep:
     constant = {"learning_rate": rate, "lr_schedule": "constant", "warmup_steps": 0}
-    # Only the recorded rewards and the loss count: other models and other steps' rewards are not at hand.
+    # Only the recorded rewards and the loss count: other models and steps are not at hand.
     plain = {"distillation": DistillationConfig(), "advantage_baseline": "group_mean", "reward_weights": {}}
     training = config.training.model_copy(update={**constant, **plain})
     if training.advantage_scale == "running_deviation":

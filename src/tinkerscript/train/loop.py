@@ -51,8 +51,7 @@ class TrainingLoop:
         renew: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """`learners`: the run's own policy first. `samples`: None if clients register their own.
-
-        `restore` loads a step's checkpoint. Without it, interrupted evaluations of earlier steps are lost.
+        `restore` loads a step's checkpoint; without it, interrupted evaluations of earlier steps are lost.
         `renew` makes a step's checkpoint the reference of the KL divergences.
         """
         training, progress = parts.config.training, parts.progress
@@ -91,7 +90,7 @@ class TrainingLoop:
         self._mid_step = False
 
     async def run(self) -> None:
-        """Run or resume. If the run ends between two steps, the last one is saved."""
+        """Run or resume. If the run ends between steps, the last one is saved."""
         self._stream.restore(self.parts.history)
         beside = [asyncio.create_task(self._collector.run(), name="receive outcomes")]
         try:
@@ -111,7 +110,7 @@ class TrainingLoop:
             await asyncio.gather(*beside, return_exceptions=True)
 
     async def _begin(self) -> None:
-        # Episodes that wait at the server have taken seeds, which must not be reused.
+        # Episodes waiting at the server have taken seeds, which must not be reused.
         await self._collector.received_until(self.parts.history.open_until)
         await self._evaluate_again(self.parts.history.interrupted)
         with self.parts.progress.waiting("the first weights to be published"):
@@ -152,12 +151,12 @@ class TrainingLoop:
         self.checkpoints.delete_old()
 
     def _needed(self, steps: Collection[int]) -> set[int]:
-        """Checkpoints of `steps` to keep besides the newest ones."""
+        """Checkpoints of `steps` to keep besides the newest."""
         newest = sorted(steps)[-self.parts.config.training.keep_checkpoints :]
         return {*self.evaluator.needed(steps), *map(self._reference, newest)}
 
     def _reference(self, step: int) -> int:
-        """The step whose weights the step after `step` is held to; 0: the start policy's."""
+        """The step whose weights are the reference after `step`; 0: the start policy's."""
         every = self.parts.config.training.kl_reference_every
         return step - step % every if every else 0
 
@@ -195,7 +194,7 @@ class TrainingLoop:
         await self.log.finished(step, measured)
 
     async def _publish(self) -> int:
-        # No new episodes while weights are loading.
+        # No new episodes while weights load.
         self._source.set_status(engine_status="ENGINE.WEIGHT_SYNCING")
         version = await self.policy.publish(self.step)
         self._lags.published(version, step=self.step)

@@ -4,7 +4,7 @@ import time
 
 
 class Occupancy:
-    """Integrates a number over time: 3 calls that run for 2 s add 6 s."""
+    """Integrates a number over time: 3 calls running for 2 s add 6 s."""
 
     def __init__(self) -> None:
         self._number, self._seconds, self._since = 0.0, 0.0, time.monotonic()

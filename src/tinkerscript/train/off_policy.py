@@ -1,8 +1,7 @@
 """How old training data may be (`PolicyLags`), and groups to train on again (`ReplayBuffer`).
-
-An episode's lag is the number of training steps from its oldest weights to those that it would train.
-Invariant: nothing trains at a lag above `max_policy_lag` (or `replay_uses` - 1 for replayed groups, if that
-is more), or from undone weights.
+An episode's lag is the number of training steps from its oldest weights to those that it would train. Nothing
+trains from undone weights, or at a lag above `max_policy_lag` (for replayed groups `replay_uses` - 1, if that
+is more).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 AcceptedGroup = tuple[str, Sequence[EpisodeAccepted]]
 
 LagCounts = Counter[int | None]
-"""Lag -> episodes. None: sampled by weights that this run does not build on."""
+"""Lag -> episodes. None: from weights that this run does not build on."""
 
 
 @dataclass
@@ -42,8 +41,7 @@ class PolicyLags:
         max_lag: int,
         keeps_stale: bool = False,
     ) -> None:
-        """`steps_of`: version that the run builds on -> training steps. `keeps_stale`: whether old episodes
-        count in comparisons."""
+        """`steps_of`: version -> training steps. `keeps_stale`: old episodes count in comparisons."""
         self.max, self._max_again = max_lag, max(max_lag, config.replay_uses - 1)
         self._keeps_stale = keeps_stale
         self._min_group = config.min_group
@@ -56,7 +54,7 @@ class PolicyLags:
         return {version: step - steps for version, steps in self._steps_of.items()}
 
     def usable(self, step: int) -> list[int] | None:
-        """Versions that may train the weights of `step`; None: all."""
+        """None: all."""
         if self._keeps_stale:
             return None
         return [version for version, lag in self.by_version(step).items() if lag <= self.max]
@@ -111,8 +109,7 @@ class _Kept:
 
 
 class ReplayBuffer:
-    """Draws depend only on the seed, the step and the groups trained before, so a resumed run draws the
-    same."""
+    """Draws depend only on the seed, the step and the groups trained before, so resuming repeats them."""
 
     def __init__(self, config: TrainingConfig, *, seed: int, capacity: int = CAPACITY) -> None:
         self._uses = config.replay_uses
@@ -133,8 +130,8 @@ class ReplayBuffer:
         self._stale = len(stale)
 
     def draw(self, step: int) -> list[RolloutGroup]:
-        """Draw groups without replacement, favoring newer ones."""
-        # The largest u ** (1 / weight) form such a weighted sample (Efraimidis and Spirakis 2006).
+        """Without replacement, favoring newer groups."""
+        # The largest u ** (1 / weight) form a weighted sample (Efraimidis and Spirakis 2006).
         uniform = random.Random(f"{self._seed}/{step}/replay")
         drawn = [
             (uniform.random() ** (1 / place**RECENCY), key) for place, key in enumerate(self._kept, start=1)

@@ -1,4 +1,4 @@
-"""What all kinds of runs share: their startup, and the handles of their parts (`OpenRun`)."""
+"""The startup that all runs share, and the handles of their parts (`OpenRun`)."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ async def open_page(
     *,
     join: bool = False,
 ) -> AsyncGenerator[RunStatus]:
-    """Serve the run's page, and copy its folder if that is a URL, while the context is open.
-
+    """Serve the run's page, and copy its folder if that is a URL.
     Comes first, so that the page shows slow or failing steps. `join`: a server already runs.
     """
     status = RunStatus(progress)

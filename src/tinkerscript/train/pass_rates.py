@@ -1,8 +1,6 @@
-"""Which episodes pass, and pass@k of an evaluation.
-
-pass@k is the probability that one of k attempts passes. With c passes in n attempts, its unbiased estimate
-is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374). Intervals are over samples, because
-attempts at one sample are correlated.
+"""Which episodes pass, and pass@k of an evaluation: the probability that one of k attempts passes.
+With c passes in n attempts, its unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+arXiv:2107.03374). Intervals are over samples, because attempts at one sample are correlated.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
 def passes(outcome: EpisodeAccepted, pass_reward: float) -> bool:
-    """An episode's own report counts before its reward."""
+    """An episode's own report takes precedence over its reward."""
     return outcome.is_success if outcome.is_success is not None else outcome.reward >= pass_reward
 
 
@@ -34,7 +32,8 @@ def by_sample(accepted: Iterable[EpisodeAccepted]) -> list[list[EpisodeAccepted]
 
 def pass_metrics(accepted: Iterable[EpisodeAccepted], attempts: int, pass_reward: float) -> dict[str, float]:
     """`eval/pass@k` for k = 1, 2, 4, ... and `attempts`, over samples with k results, with
-    `eval/pass@k_margin`: half a 95% interval. Empty for a single attempt."""
+    `eval/pass@k_margin`: half a 95% interval. Empty for a single attempt.
+    """
     metrics = dict[str, float]()
     powers = [1 << exponent for exponent in range(attempts.bit_length())]
     for k in sorted({*powers, attempts}) if attempts > 1 else ():

@@ -1,11 +1,8 @@
 """`Policy`: the newest published weights, and the policy version that names them.
-
-Invariants: versions only increase, even across restarts, because each is in the ledger before it is used.
-The n-th request for a prompt to a step's weights has its own seed, so timing does not change a run's
-tokens.
-
-If weights change in flight, each logprob is from the weights that sampled the token; older weights' caches
-are never used.
+Invariants: versions only increase, even across restarts, because each is in the ledger before it is used. The
+n-th request for a prompt to a step's weights has its own seed, so timing does not change tokens. If weights
+change in flight, each logprob is from the weights that sampled the token, and older weights' caches are never
+used.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ class SeededSampler(Sampler):
         self.sampler.cut()
 
     def seed_for(self, prompt: IntArray, images: Sequence[PlacedImage] = ()) -> int:
-        """The next request's seed for this prompt (int32 [P]), in [0, 2^31)."""
+        """The next seed for this prompt (int32 [P]), in [0, 2^31)."""
         assert self._prefix is not None
         whole = hashlib.blake2b(self._prefix + prompt.tobytes(), digest_size=16)
         for image in images:
@@ -106,7 +103,6 @@ class _Weights:
 
 class Policy:
     """`publish` turns the current weights, including trained roles', into the newest version.
-
     An AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run.
     """
 
@@ -159,8 +155,7 @@ class Policy:
 
     @contextmanager
     def pinned(self, episodes: Collection[str]) -> Generator[int]:
-        """Answer these episodes' calls from the newest version, which it yields, while the context is open.
-
+        """Answer these episodes' calls from the newest version, which it yields, in this context.
         Pinned calls draw separate seeds, so they do not shift others.
         """
         with ExitStack() as stack:
@@ -178,8 +173,7 @@ class Policy:
 
     async def publish(self, step: int = 0, *, is_past: bool = False) -> int:
         """`step`: training steps of the current weights.
-
-        With `is_past`, only pinned episodes sample from the version, and the one to continue with follows.
+        With `is_past`, only pinned episodes sample from the version, and another follows.
         """
         version = self.version + 1
         samplers = [await each.publisher.publish(version) for each in self._trained.values()]
@@ -208,7 +202,7 @@ class Policy:
         return version
 
     def resting(self) -> AbstractAsyncContextManager[None]:
-        """Let model calls wait while the weights train."""
+        """Model calls may wait while the weights train."""
         return self._own.publisher.resting()
 
     def note(self, outcome: Outcome) -> None:
@@ -233,8 +227,7 @@ class Policy:
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Serve from the newest version, a pinned episode's, or the role's model.
-
-        A reply that a publish cuts continues with newer weights. Raises like `SeededSampler.sample`, and
+        A reply cut by a publish continues with newer weights. Raises like `SeededSampler.sample`, and
         GatewayError 404 for an unknown role.
         """
         self.calls.number += 1

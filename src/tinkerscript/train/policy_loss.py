@@ -1,4 +1,4 @@
-"""The policy-gradient loss of a run, its settings, and whether the backend supports it."""
+"""A run's policy-gradient loss, its settings, and whether the backend supports it."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def check_images(config: RunConfig, model: Path) -> None:
         )
 
 
-# Left out are `dro`, which has no mask, so that prompts would train, and `stable_reinforce`, which has no
-# published formula.
+# Left out: `dro`, which has no mask, so prompts would train, and `stable_reinforce`, which has no published
+# formula.
 SERVICE_LOSSES = frozenset({"ppo", "importance_sampling", "cispo", "gspo"})
 
 

@@ -1,5 +1,4 @@
-"""`ModelRenderer`: a model's chat format as a tinker_cookbook renderer, for the bridge's environments.
-
+"""`ModelRenderer`: a model's chat format as a tinker_cookbook renderer.
 It uses the gateway's `ChatRenderer`, so all ways of training see the same ids.
 """
 
@@ -27,7 +26,7 @@ from inspect_tinker_bridge.rendering import ContinuingRenderer
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 
-# Declares tools as JSON. tinker_cookbook introduced the role for Kimi's format.
+# Declares tools as JSON; tinker_cookbook introduced the role for Kimi's format.
 DECLARATION: Role = "tool_declare"
 
 _NAMES = ("tool_call_id", "name")
@@ -60,7 +59,7 @@ class ModelRenderer(ContinuingRenderer):
     def build_generation_prompt(
         self, messages: list[Message], role: Role = "assistant", prefill: str | None = None
     ) -> tinker.ModelInput:
-        """Raises NotImplementedError for roles other than the assistant's."""
+        """Raises NotImplementedError for other roles."""
         if role != "assistant":
             raise NotImplementedError(f"a chat template prompts for the assistant, not for {role!r}")
         conversation, tools = _split(messages)

@@ -1,5 +1,4 @@
 """`run_training`: one run from a config, in several processes or in one.
-
 However it ends, everything that it opened is closed, and its child processes have ended.
 """
 
@@ -88,9 +87,8 @@ async def run_training(
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
     """Train as `config` says; returns the run's folder, with results in summary.json.
-
-    `path`: folder of a run to resume. `join`: use the server that already serves it. Without `on_page`
-    there is no page. Raises ConfigError for a run that cannot start.
+    `path`: folder of a run to resume. `join`: use the server that already serves it. Without `on_page` there
+    is no page. Raises ConfigError for a run that cannot start.
     """
     # Find errors before the run has a folder.
     model = model_folder(config.engine.model)
@@ -205,7 +203,7 @@ async def _past(
 
 
 class _LateSampling:
-    """Forwards to the policy, which exists only once the server has said where the run continues."""
+    """Forwards to the policy, which exists only once the server says where the run continues."""
 
     policy: Policy | None = None
 
@@ -258,7 +256,7 @@ def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
 async def _learners(
     run: OpenRun, backend: TrainerBackend, policy: Policy, model: Path, stack: AsyncExitStack
 ) -> tuple[list[Learner], list[TrainerBackend]]:
-    """The run's own policy first, then roles that train. Also opens frozen roles and the teacher."""
+    """The run's own policy first, then roles. Also opens frozen roles and the teacher."""
     config, progress, done = run.config, run.progress, run.history.checkpoint
     frozen = dict[str, FrozenModel]()
     for name, role in config.episode_roles.items():
@@ -485,7 +483,7 @@ async def _opened(
                 await asyncio.gather(pushing, return_exceptions=True)
                 failure = f"{type(ended_by).__name__}: {ended_by}" if isinstance(ended_by, Exception) else ""
                 await status.end(ended_by)
-                # If a failed run takes its server down, there is no restart to wait for.
+                # If a failed run ends its server, there is no restart to wait for.
                 over = ended_by is None or (bool(failure) and not children.server_stays)
                 await _say_goodbye(link, over=over, failure=failure)
     finally:
@@ -493,7 +491,7 @@ async def _opened(
 
 
 async def _say_goodbye(link: TrainerLink, *, over: bool, failure: str) -> None:
-    """Tell the server why the trainer leaves, so that nothing waits for a timeout."""
+    """Say why the trainer leaves, so that nothing waits for a timeout."""
     link.set_status(engine_status="ENGINE.OFFLINE", run_finished=over, failure=failure)
     try:
         async with asyncio.timeout(GOODBYE_S):

@@ -52,8 +52,7 @@ FINAL_CHECKPOINT = "final"
 class RunFolder:
     def __init__(self, config: RunConfig, model: Path, *, now: datetime, path: Path | None = None) -> None:
         """`path`: folder of a run to resume, or of a server to join; None: `experiment_dir` decides.
-
-        Raises ConfigError for a new run in a folder that holds one, and if another trainer uses the folder.
+        Raises ConfigError for a new run in a used folder, and if another trainer uses the folder.
         """
         self._tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.path = path or config.new_folder(now)
@@ -105,7 +104,7 @@ class RunFolder:
         return next(filter(None, map(damage_of, self.checkpoints_named(name))), "")
 
     def seal(self, name: str) -> None:
-        """Mark fully written checkpoints as complete, the run's own last. Blocks."""
+        """Mark complete checkpoints, the run's own last. Blocks."""
         for folder in self.checkpoints_named(name):
             write_manifest(folder, self.run_id)
 
@@ -113,7 +112,7 @@ class RunFolder:
         return [step for step, path in _made_in(self.checkpoints) if not self._lacks(path.name)]
 
     def set_aside_after(self, step: int, *, resumption: int) -> list[str]:
-        """Move checkpoints after `step` away. Returns messages about it."""
+        """Returns messages about it."""
         aside, start = f"undone_{resumption}", f"step {step}" if step else "the beginning"
         said: list[str] = []
         for folder in self._policies:
@@ -134,7 +133,6 @@ class RunFolder:
     @asynccontextmanager
     async def copied(self, note: Callable[[str], None]) -> AsyncGenerator[None]:
         """If `experiment_dir` is a URL, copy finished files there while the context is open.
-
         Raises ConfigError if the URL is not writable. `note` gets later failures.
         """
         if not self._url:
@@ -186,8 +184,7 @@ class RunFolder:
         rule: AdvantageRule,
         left_out: Mapping[str, str],
     ) -> None:
-        """One readable JSON line per episode, including failed ones, compressed by gzip.
-
+        """Write one JSON line per episode, including failed ones, compressed by gzip.
         `left_out`: uuid -> why it does not train (default: the group is too small).
         """
         lines = [
@@ -229,10 +226,7 @@ class RunFolder:
         write_json(self.path / name, data)
 
     def draw_curve(self, *, at_once: bool = False) -> None:
-        """Draw learning_curve.png. Blocks.
-
-        Unless `at_once`, takes at most a twentieth of the time.
-        """
+        """Draw learning_curve.png. Blocks, for at most a twentieth of the time unless `at_once`."""
         began = time.monotonic()
         if at_once or began >= self._next_drawing:
             draw_learning_curve(self.path / "metrics.jsonl", self.path / "learning_curve.png", self._curve)
@@ -255,7 +249,6 @@ def _made_in(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _step_of(line: str, *, beyond: int) -> int:
-    """A metrics line's step, or `beyond` if a kill truncated it."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
@@ -263,7 +256,7 @@ def _step_of(line: str, *, beyond: int) -> int:
 
 
 def _link_as_latest(run: Path) -> None:
-    """Point `runs/latest` at this run, unless it is something other than a link."""
+    """Point `runs/latest` at this run, unless it is not a link."""
     link = RUNS / LATEST_RUN
     if link.is_dir() and not link.is_symlink():
         return

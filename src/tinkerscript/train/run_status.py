@@ -1,6 +1,5 @@
 """`RunStatus` writes a run's progress and messages into its ledger for the page and `show`.
-
-Training never depends on it, so a run trains the same whether or not anyone watches.
+Training never depends on it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """`TaskSamples`: the training and evaluation samples of a run's tasks.
-
-Invariant: a position's sample depends only on the seed and the weights, so a resumed run gets the same
-ones.
+A position's sample depends only on the seed and the weights, so resuming repeats it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.episode_source import PlannedEpisode
 from tinkerscript.workers.base_task import Task, load_task
 
-# Ends the search if a curriculum skips everything, for example because all samples are retired.
+# Ends the search if a curriculum skips everything, as when all samples are retired.
 MAX_PASSED_OVER = 10_000
 
 
@@ -45,7 +43,7 @@ class TaskSamples:
     curriculum: Curriculum | None = None
 
     def __init__(self, tasks: Sequence[WeightedTaskConfig], *, seed: int) -> None:
-        """Raises ConfigError without tasks, or for one that cannot be loaded or has no samples."""
+        """Raises ConfigError without tasks, or for one that fails to load or has no samples."""
         if not tasks:
             raise ConfigError("task.name is needed to train: see docs/environments.md")
         loaded = [usable_task(task.name, task.train_args, sandbox=task.sandbox) for task in tasks]
@@ -82,7 +80,7 @@ class TaskSamples:
         ]
 
     def _next_position(self) -> int:
-        """The next position that the curriculum admits, or any after `MAX_PASSED_OVER` rejections."""
+        """The next position that the curriculum admits; any after `MAX_PASSED_OVER` rejections."""
         for _ in range(MAX_PASSED_OVER):
             position, self.next_position = self.next_position, self.next_position + 1
             if self.curriculum is None or self.curriculum.admits(position, self.payload_at(position)):
@@ -98,7 +96,7 @@ class TaskSamples:
         return {"task": self.tasks[task], "sample": self._train[task].at(index)}
 
     def eval_episodes(self, *, label: str, count: int, attempts: int = 1) -> list[PlannedEpisode]:
-        """Cycle through each task's samples in order, with `attempts` of each in a row."""
+        """Cycle through each task's samples, with `attempts` of each in a row."""
         planned: list[PlannedEpisode] = []
         for place in range(count):
             position = place // attempts

@@ -1,6 +1,4 @@
-"""Supervised fine-tuning on chats, or on the best episodes of a run, top to bottom: measure; train step by
-step; measure again.
-
+"""Supervised fine-tuning on chats or a run's best episodes: measure; train step by step; measure again.
 It often prepares reinforcement learning: `engine.checkpoint` of the next run can name its checkpoint.
 """
 
@@ -64,7 +62,6 @@ async def run_sft(
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
     """Returns the run's folder, with results in summary.json.
-
     `path`: folder of a run to resume. Without `on_page` there is no page. Raises ConfigError for a run that
     cannot start.
     """
@@ -112,7 +109,7 @@ async def run_sft(
 
 
 def load_data(config: RunConfig, model: Path) -> Chats:
-    """Load a run's episodes, or a file of chats. Raises ConfigError."""
+    """Raises ConfigError."""
     sft = config.sft
     if sft.data and Path(sft.data).expanduser().is_dir():
         return load_episodes(config, model)
@@ -170,7 +167,7 @@ class SupervisedRun:
         self._saved = self.step
 
     async def run(self) -> None:
-        """Run or resume. If the run ends between two steps, the last one is saved."""
+        """Run or resume. If the run ends between steps, the last one is saved."""
         every, saves = self.parts.config.evaluation.every_steps, self.parts.config.training.checkpoint_every
         self._began = time.monotonic() - self.train_seconds
         if self.step == 0:
@@ -281,7 +278,7 @@ class SupervisedRun:
         self.parts.folder.checkpointed()
 
     def held_out_curve(self, name: str = HELD_OUT) -> list[tuple[int, float]]:
-        """(step, value) of each measurement."""
+        """(step, value)"""
         path = self.parts.folder.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         entries = [json.loads(line) for line in lines]

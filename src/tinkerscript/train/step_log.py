@@ -1,5 +1,4 @@
-"""`StepLog`: what a training step leaves for people: rows, metrics, rollouts, Inspect logs and notes.
-
+"""`StepLog`: rows, metrics, rollouts, Inspect logs and notes of a step.
 It only observes: nothing here decides what trains, and resuming needs none of it.
 """
 
@@ -40,7 +39,7 @@ CONSTRAINED_OUTCOMES = {
     "refuse": "their sequences do not train",
 }
 
-# Health rows that get a note when they turn bad. The others have their own notes.
+# Health rows that get a note when they turn bad. Others have their own notes.
 WORTH_A_NOTE = frozenset({"held_out", "reward", "length", "cut_off"})
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class StepLog:
         self._broken = set[str]()
         self._findings = [len(each.report.findings) for each in learners]
 
-        # Role (empty: the main policy) -> latest steps in a row that trained nothing.
+        # Role (empty: the main policy) -> steps in a row that trained nothing.
         self._untrained = Counter[str]()
 
         self._bad = frozenset[str]()
@@ -193,7 +192,6 @@ class StepLog:
             )
 
     def _tell_idle(self, step: TrainingStep, reason: str, role: str = "") -> None:
-        """Warn at the first and every tenth step in a row that trained nothing."""
         self._untrained[role] = self._untrained[role] + 1 if reason else 0
         if self._untrained[role] % 10 == 1:
             of_role = f"role {role}: " if role else ""

@@ -1,5 +1,4 @@
-"""The metrics of a training step (`STEP_METRICS`), and where they go (`metric_loggers`).
-
+"""A training step's metrics (`STEP_METRICS`), and where they go (`metric_loggers`).
 A metric is a function of `StepFacts` in the table, or `module:name` in `metrics.extra`.
 """
 
@@ -30,7 +29,7 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call
 from tinkerscript.trainer_link.messages import JUDGE_FAILED, EpisodeAccepted, EpisodeFailed, Outcome
 
-if TYPE_CHECKING:  # It imports torch and Inspect, which load after `train` has validated the config.
+if TYPE_CHECKING:  # Imports torch and Inspect, which load after `train` has validated the config.
     from tinkerscript.train.collector import Batch
 
 
@@ -40,7 +39,7 @@ __all__ = ["STEP_METRICS", "StepFacts", "StepMetric"]
 
 
 Differs = Callable[[RolloutGroup], bool]
-"""Whether rewards of a group's episodes or calls differ, which gives a gradient."""
+"""Whether rewards of a group's episodes or calls differ, and so give a gradient."""
 
 
 def rewards_differ(group: RolloutGroup) -> bool:
@@ -111,7 +110,7 @@ def judge(facts: StepFacts) -> dict[str, float]:
 
 
 def lengths(facts: StepFacts) -> dict[str, float]:
-    """A prompt counts in full, including earlier calls."""
+    """Prompts count in full, including earlier calls."""
     return call_lengths([outcome.calls for outcome in facts.accepted])
 
 
@@ -208,7 +207,8 @@ def system(facts: StepFacts) -> dict[str, float]:
 
 def reported(facts: StepFacts) -> dict[str, float]:
     """`episode/<metric>` is a mean over the episodes that report it (`log_metrics`). `limit/<kind>`,
-    `tool_error/<kind>` and `failure/<kind>` are totals."""
+    `tool_error/<kind>` and `failure/<kind>` are totals.
+    """
     values: dict[str, list[float]] = defaultdict(list)
     counts: Counter[str] = Counter()
     for outcome in facts.outcomes:
@@ -261,7 +261,7 @@ def extra_metrics(config: RunConfig) -> list[StepMetric]:
 def by_task(
     outcomes: Iterable[Outcome], task_of: Mapping[str, str], name: str, *, tasks: Sequence[str]
 ) -> dict[str, float]:
-    """Each task's mean reward over accepted episodes, as `<name>/<task>`. Empty for a single task."""
+    """Mean rewards of accepted episodes, as `<name>/<task>`. Empty for a single task."""
     if len(tasks) < 2:
         return {}
     rewards: dict[str, list[float]] = defaultdict(list)
@@ -274,7 +274,7 @@ def by_task(
 def why_nothing_trained(
     facts: StepFacts, metrics: Mapping[str, float], errors: Mapping[str, int] | None = None
 ) -> str:
-    """Why a step changed no weights, or empty. `errors`: name -> alignment errors."""
+    """Empty if it changed weights. `errors`: name -> alignment errors."""
     if metrics["train/sequences"]:
         return ""
     if not facts.groups:
@@ -346,8 +346,9 @@ class TensorBoardLogger(Logger):
 
 
 class LateWandbLogger(WandbLogger):
-    """Logs late metrics under the newest step, because W&B drops earlier ones; `eval/step` has the true
-    one."""
+    """Logs late metrics under the newest step, because W&B drops earlier ones, with the true one in
+    `eval/step`.
+    """
 
     _newest = 0
 
@@ -418,7 +419,6 @@ class TrainerMetrics(Logger):
         """The run folder has the config."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Skips names that clients choose."""
         if step is not None:
             self._newest = max(self._newest, step)
             self._step.set(self._newest)

@@ -1,4 +1,4 @@
-"""The rows of a training step in the ledger: the step, its episodes, their tokens, and findings."""
+"""A training step's rows in the ledger."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tinkerscript.trainer_link.messages import EpisodeFailed, Outcome
 
 MAX_FINDINGS = 200
 
-# Tokens per transaction. Larger ones would block the server's event loop.
+# Tokens per transaction. More would block the server's event loop.
 NOTED_BYTES = 2**20
 
 
@@ -44,7 +44,6 @@ def keeps_tokens(recording: str, step: int) -> bool:
 
 
 def metric_rows(step: int, metrics: Mapping[str, float]) -> list[MetricRow]:
-    """Leaves out values that are not finite."""
     return [
         MetricRow(name=name, step=step, value=float(value))
         for name, value in metrics.items()
@@ -87,7 +86,7 @@ def _why_left_out(outcome: Outcome, stale: Mapping[str, str]) -> str:
 
 
 def set_aside_rows(batch: Batch, step: int, reason: str) -> list[TrainedRow]:
-    """Rows for a batch that ends the run. A resumed run gets fresh episodes."""
+    """Rows for a batch that ends the run; resuming gets fresh episodes."""
     return [
         TrainedRow(episode=each.sequence, step=step, outcome=Use.SET_ASIDE, reason=reason)
         for each in batch.outcomes.values()
@@ -116,7 +115,7 @@ def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> I
 def token_rows(
     learner: Learner, step: int, sequences: Mapping[str, int], *, stopped: str = ""
 ) -> Iterator[list[TokensRow]]:
-    """The numbers for each token of the last update. `stopped`: why the step changed no weights."""
+    """Each token's numbers from the last update. `stopped`: why the step changed no weights."""
     rows, size = list[TokensRow](), 0
     view = _Tokens(learner, stopped)
     for group in (*learner.groups, *learner.replayed):
@@ -185,15 +184,16 @@ class _Tokens:
 
 
 def _shortest(values: Any) -> bytes:
-    """The bytes of `values` [S], or of one value if all are equal."""
+    """The bytes of `values` [S], or of one if all are equal."""
     return values[:1].tobytes() if len(values) and (values == values[0]).all() else values.tobytes()
 
 
 def chat_rows(
     number: int, step: int, datum: tinker.Datum, logprobs: FloatArray, origin: Mapping[str, str]
 ) -> list[Row]:
-    """`number`: of the episode. `logprobs`: float32 [T], before the step. `origin`: names the chosen or
-    rejected episode; empty for a chat."""
+    """`number`: the episode's. `logprobs`: float32 [T], before the step. `origin`: names the chosen or
+    rejected episode; empty for a chat.
+    """
     inputs = datum.loss_fn_inputs
     targets = inputs["target_tokens"].to_numpy()
     trains = inputs["weights"].to_numpy() != 0

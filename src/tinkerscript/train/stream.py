@@ -1,13 +1,11 @@
 """`GroupStream`: decides which groups start, and which a training step takes.
-
 Groups start early, as long as they can train at a lag of at most L. With G groups per step and S training
 steps behind the newest weights, at most (S + L + 1) G start in total (Fu et al. 2025, "AReaL",
 arXiv:2505.24298). A step takes complete groups in starting order, and waits for older ones that later steps
 could not train in time.
-
-Invariants: no group trains more than L steps after the weights that it started with; older ones are left
-out, with a reason in the ledger. Slow groups are kept, except that up to `extra_groups` are cancelled in
-the last step that could train them.
+Invariants: no group trains more than L steps after the weights that it started with; older ones are left out,
+with a reason in the ledger. Slow groups are kept, except that up to `extra_groups` are cancelled in the last
+step that could train them.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ from tinkerscript.train.off_policy import AcceptedGroup, LagCounts, PolicyLags
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_rows import left_out_rows, set_aside_rows
 
-# `differing_groups` registers at most this many times `groups_per_step`, so that mostly equal rewards
-# cannot block a step forever.
+# `differing_groups` registers at most this many times `groups_per_step`: equal rewards must not block a step
+# forever.
 MAX_TRIES = 4
 
 
@@ -41,10 +39,10 @@ class TrainingStep:
     lags: LagCounts
     stale: Mapping[str, str]
     began: float
-    """When the wait started, on the monotonic clock. Episodes may be older."""
+    """When the wait started, in monotonic time. Episodes may be older."""
 
     collected: float = field(default_factory=time.monotonic)
-    """When the batch was full, on the same clock."""
+    """When the batch was full."""
 
     policy_version: int = -1
     """Published by the step; before that, the version that it began with."""
@@ -82,7 +80,6 @@ class GroupStream:
 
     def restore(self, history: History) -> None:
         """Wait again for groups that an interrupted run had started.
-
         Call this before receiving anything: outcomes must find their group.
         """
         self._behind, self._next = history.step, history.step + 1
@@ -102,8 +99,7 @@ class GroupStream:
 
     async def take(self, step: int, *, version: int) -> TrainingStep:
         """Wait for the step's groups, and for another batch if all are too old.
-
-        `version`: of the policy that trains. If every episode fails, sets the batch aside and raises
+        `version`: the training policy's. If every episode fails, sets the batch aside and raises
         NoSuccessError.
         """
         began, lags, stale = time.monotonic(), LagCounts(), dict[str, str]()
@@ -251,7 +247,8 @@ class GroupStream:
 
     def _awaited(self, step: int) -> list[Group]:
         """Running groups that would be too old after the step, or the oldest of more than later steps can
-        train."""
+        train.
+        """
         if self._drops:
             return []
         taken = {each.group_id for each in self._trains(step)}

@@ -1,6 +1,5 @@
 """Changes to single tokens' advantages: `KLPenalty`, `Distillation`, `correct`, and which tokens train.
-
-Invariant: if a model cannot provide the scores, the step ends before any weight changes.
+If a model cannot provide the scores, the step ends before any weight changes.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[FloatArray]]]
-"""(token ids int32 [T] each, sampling temperatures float32 [T] each) -> logprobs under a frozen model,
-float32 [T] each, [0] unused."""
+"""(token ids int32 [T] each, sampling temperatures float32 [T] each) -> a frozen model's logprobs, float32
+[T] each, [0] unused.
+"""
 
 
 @dataclass
 class KLPenalty:
     """The reverse KL divergence from a reference model, as part of each token's reward.
-
     For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature; its mean
-    estimates KL(policy, reference). The advantage changes by -coef * d, or if `centered` by coef * (mean(d)
-    - d), with the mean over the batch's tokens with loss. Except that tokens without loss get nothing, this
-    is tinker_cookbook's `incorporate_kl_penalty`.
+    estimates KL(policy, reference). The advantage changes by -coef * d, or if `centered` by coef * (mean(d) -
+    d), with the mean over the batch's tokens with loss. This is tinker_cookbook's `incorporate_kl_penalty`,
+    except that tokens without loss get nothing.
     """
 
     reference: ReferenceLogprobs
@@ -55,7 +54,7 @@ class KLPenalty:
     centered: bool = True
 
     async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
-        """Returns the sequences with new advantages, and mean(d) in nats per token."""
+        """Returns the changed sequences, and mean(d) in nats per token."""
         scores = await scored(self.reference, items)
         mean = divergence(items, scores)
         baseline = mean if self.centered else 0.0
@@ -98,18 +97,17 @@ def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -
 # A teacher
 
 CONTEXT = "teacher_context"
-"""Key of a result's metadata: what a program knows and did not show the model, such as the right answer.
-
+"""Metadata key: text that a program knows but did not show the model, such as the right answer.
 The teacher reads it after the last message of each sequence's first prompt, and scores the same sampled
-tokens, so the policy learns to do without."""
+tokens, so the policy learns to do without.
+"""
 
 
 def informed_prompts(
     episodes: Iterable[EpisodeRollouts], renderer: Callable[[], ChatRenderer]
 ) -> dict[int, IntArray]:
     """`id` of each sequence with a `CONTEXT` -> its first prompt with that text.
-
-    Raises EngineError unless it is text, and for a prompt without messages.
+    Raises EngineError if that is not text, and for a prompt without messages.
     """
     found: dict[int, IntArray] = {}
     for episode in episodes:
@@ -153,10 +151,9 @@ Waiting = Callable[[str], AbstractContextManager[object]]
 
 class Distillation:
     """On-policy distillation: a teacher penalizes each sampled token by its divergence.
-
-    Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
-    With a `CONTEXT`, and the start policy as the teacher, it is self-distillation: SDFT,
-    arXiv:2601.19897; SDPO, arXiv:2601.20802; OPSD, Zhao et al. 2026.
+    Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation". A
+    `CONTEXT`, with the start policy as teacher, makes it self-distillation: SDFT, arXiv:2601.19897; SDPO,
+    arXiv:2601.20802; OPSD, Zhao et al. 2026.
     """
 
     def __init__(
@@ -175,7 +172,7 @@ class Distillation:
         self.reward_coef = config.reward_coef
         self._top = config.top_k
         self.candidates: list[list[Any]] = []
-        """With `top_k`: ids int64 [T, K] and logprobs float32 [T, K] of each sequence of the last `apply`."""
+        """With `top_k`: ids int64 [T, K] and logprobs float32 [T, K] per sequence of the last `apply`."""
 
     def check_tokenizer(self, folder: Path) -> None:
         """Raises ConfigError if the teacher's tokenizer differs from the one in `folder`."""
@@ -186,9 +183,8 @@ class Distillation:
         self, items: Sequence[WeightedRollout], episodes: Iterable[EpisodeRollouts] = ()
     ) -> tuple[list[WeightedRollout], float]:
         """The sequences with new advantages, and the mean divergence in nats per token.
-
-        With `top_k`, the advantages stay, and the loss gets what `candidates` holds afterwards. `episodes`:
-        with metadata that may have a `CONTEXT`. Raises EngineError if the teacher cannot score them.
+        With `top_k`, the advantages stay, and the loss gets `candidates`. `episodes`: may have a `CONTEXT`.
+        Raises EngineError if the teacher cannot score them.
         """
         _refuse_images(item.rollout for item in items)
         prompts = await asyncio.to_thread(informed_prompts, list(episodes), self._renderer)
@@ -208,7 +204,7 @@ class Distillation:
         return await KLPenalty(reference, coef=coef, centered=False).apply(items)
 
     async def _score(self, sequences: list[IntArray], temperatures: list[FloatArray]) -> list[list[Any]]:
-        """Of each sequence its logprobs [T], and with `top_k` ids and logprobs [T, K] of candidates."""
+        """Each sequence's logprobs [T], and with `top_k` ids and logprobs [T, K] of candidates."""
         with self._waiting(f"the teacher {self._name!r} to score {len(sequences)} sequences"):
             if not self._top:
                 return [await self._teacher.logprobs(sequences, temperatures)]
@@ -217,7 +213,9 @@ class Distillation:
 
 
 def _aligned(rows: Any, begin: int, read: IntArray) -> Any:
-    """`rows` of a sequence whose prompt was `read`, as if its prompt had `begin` tokens, which have 0."""
+    """`rows` of a sequence read after the prompt `read`, as if its prompt had `begin` tokens, which have
+    0.
+    """
     return _behind(np.zeros((begin, *rows.shape[1:]), rows.dtype), rows, len(read))
 
 
@@ -235,8 +233,7 @@ async def open_distillation(
     opened: Mapping[str, FrozenModel] | None = None,
 ) -> AsyncGenerator[Distillation | None]:
     """Open the teacher of `training.distillation`, if any, or reuse an `opened` role with its settings.
-
-    Raises ConfigError if the teacher cannot be opened or has another tokenizer.
+    Raises ConfigError if it cannot be opened or has another tokenizer.
     """
     section = config.training.distillation
     if not section.teacher:
@@ -278,8 +275,9 @@ async def open_distillation(
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """w = trainer's probability before the update / sampler's, float64, for one sequence's tokens with
-    loss: of each token, their product, and their geometric mean."""
+    """The trainer's probability before the update over the sampler's, float64, for a sequence's loss
+    tokens.
+    """
 
     token: Doubles
     product: Doubles
@@ -317,9 +315,8 @@ CORRECTIONS: Mapping[str, tuple[Literal["token", "product", "mean"], Callable[[D
     "geometric_mask": ("mean", _inside),
     "veto": ("token", _all_inside),
 }
-"""For each part of `RolloutCorrectionConfig`: its `Ratios`, and a function of these and its value that
-gives each token's factor.
-
+"""For each part of `RolloutCorrectionConfig`: its `Ratios`, and a function of them and its value that gives
+each token's factor.
 TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS, the
 geometric mask and the veto: Liu et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025,
 arXiv:2510.18855.
@@ -331,11 +328,9 @@ def correct(
 ) -> tuple[list[WeightedRollout], dict[str, float]]:
     """Weight advantages by the trainer's probabilities before the update (`trainer`, float32 [T] logprobs
     each) over the sampler's, and make them the loss's reference.
-
-    So a constant corrects the earlier difference, and the update changes only the ratio to the reference.
-
-    Metrics over tokens with loss: the mean weight, the largest ratio, and `correction/NAME`, the share that
-    a part clipped or masked.
+    So a constant corrects the earlier difference, and only the ratio to the reference changes in the update.
+    Metrics over loss tokens: the mean weight, the largest ratio, and in `correction/NAME` the share that a
+    part clipped or masked.
     """
     parts = {name: value for name in CORRECTIONS if (value := getattr(config, name)) is not None}
     corrected: list[WeightedRollout] = []
@@ -369,8 +364,9 @@ def correct(
 
 
 def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> float:
-    """DAPO's soft overlong punishment of the longest reply (Yu et al. 2025): 0 up to (1 - `buffer`) *
-    `limit` tokens, -1 at the limit, linear between."""
+    """DAPO's soft overlong punishment of the longest reply (Yu et al. 2025): 0 up to (1 - `buffer`) * `limit`
+    tokens, -1 at the limit, linear between.
+    """
     longest = max((call.reply_tokens for call in calls), default=0)
     return float(np.clip(((1 - buffer) * limit - longest) / (buffer * limit), -1.0, 0.0))
 
@@ -409,10 +405,9 @@ def covariant_tokens(
     seed: str,
 ) -> list[FloatArray]:
     """Mark tokens with an outstanding covariance: float32 [T] each, 1 or 0.
-
-    The covariance is (A - mean(A)) (log p - mean(log p)), with means over the batch's tokens with loss and
-    p the trainer's probability before the update (`trainer`: float32 [T] each). Marks the `share` of tokens
-    with the largest, or with a `band` as many random tokens inside it. Cui et al. 2025, arXiv:2505.22617.
+    It is (A - mean(A)) (log p - mean(log p)), with means over the batch's loss tokens and p the trainer's
+    probability before the update (`trainer`: float32 [T] each). Marks the `share` of tokens with the largest,
+    or with a `band` as many random tokens inside it. Cui et al. 2025, arXiv:2505.22617.
     """
     masks = [item.rollout.loss_mask for item in batch]
     advantages = np.concatenate([item.advantages[mask] for item, mask in zip(batch, masks, strict=True)])

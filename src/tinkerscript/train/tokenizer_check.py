@@ -1,7 +1,4 @@
-"""Compares two models' tokenizers by what they do.
-
-Tokenizers that pass give the same ids for every text tried, and the same token for every id.
-"""
+"""Compares two models' tokenizers: ids for every text tried, and the token for every id."""
 
 from __future__ import annotations
 
@@ -27,9 +24,7 @@ Encode = Callable[[str], Awaitable[Sequence[int] | None]]
 
 
 def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
-    """Raises ConfigError with the first difference: an id's token, a special token, a merge, or a text's
-    ids.
-
+    """Raises ConfigError with the first difference: a token, a merge, or a text's ids.
     `whose` names the other model in messages.
     """
     if (own / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes():
@@ -42,7 +37,8 @@ def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
 
 async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, whose: str) -> None:
     """Raises ConfigError with the first text, of at most `longest` tokens, that `encode` encodes
-    differently."""
+    differently.
+    """
     ours = _tokenizer(own)
     for text in _texts(ours, min(TOKENS_OF_TEXT, longest // 4)):
         theirs = await encode(text)
@@ -58,9 +54,7 @@ async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, 
 
 
 def check_loads_the_same(folder: Path, note: Callable[[str], None]) -> None:
-    """Compare tokenizer.json, which makes the ids that train, with what users of checkpoints get from
-    transformers.
-
+    """Compare tokenizer.json, which makes the ids that train, with what transformers loads from a checkpoint.
     Raises ConfigError if transformers loads none, or ids or texts differ. `note` gets warnings about texts
     that do not survive a round trip, and an end-of-sequence token at which generation does not stop.
     """
