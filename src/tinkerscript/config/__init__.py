@@ -1,7 +1,6 @@
 """The run's configuration: YAML read into pydantic models that refuse unknown keys.
 
-Every key is documented under its field; `scripts/write_config_docs.py` generates the docs page from
-these docstrings. `import_name` resolves the names of user code that a config may hold.
+`scripts/write_config_docs.py` generates the docs page from the fields' docstrings.
 """
 
 from tinkerscript.config.engine_section import EngineConfig, LoraConfig

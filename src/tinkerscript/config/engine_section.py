@@ -15,49 +15,49 @@ from tinkerscript.config.section import Section, http_url
 
 class LoraConfig(Section):
     rank: int = Field(default=0, ge=0)
-    """Rank of the adapter. 0 trains all weights of the embedded engine; a service uses its default of 32."""
+    """Rank of the adapter. 0 trains all weights of the embedded engine; a service then uses 32."""
 
     alpha: float = Field(default=32.0, gt=0)
-    """Scale of the adapter, whose output is multiplied by `alpha / rank`. A service always uses 32."""
+    """The adapter's output is multiplied by `alpha / rank`. A service always uses 32."""
 
     targets: list[str] = Field(default_factory=lambda: ["attn", "mlp", "unembed"], min_length=1)
-    """Layers that get adapters: `attn`, `mlp`, and `unembed` (the head). The embedded engine also takes the
-    last part of a linear module's name, such as `q_proj`."""
+    """Layers with adapters: `attn`, `mlp`, `unembed` (the head), and in the embedded engine also the last
+    part of a linear module's name, such as `q_proj`."""
 
 
 class EngineConfig(Section):
     backend: str = "embedded"
-    """`embedded`: the engine in the trainer's process. `tinker`: a service that speaks Tinker's protocol
+    """`embedded`: the engine in the trainer's process. `tinker`: a service with Tinker's protocol
     (docs/tinker.md), with its key in TINKER_API_KEY."""
 
     model: str = "tiny"
     """`tiny` (ships with the package), a Hugging Face folder, a `.gguf` file, or a Hugging Face id
-    (`Qwen/Qwen3-8B`, `Qwen/Qwen3-8B@REVISION`). A folder wins over an id. With `tinker`, only the tokenizer,
-    chat template and config.json are read."""
+    (`Qwen/Qwen3-8B`, `Qwen/Qwen3-8B@REVISION`). A folder wins over an id. `tinker` reads only the tokenizer,
+    chat template and config.json."""
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
-    """A LoRA adapter to train while the model itself stays frozen."""
+    """A LoRA adapter to train while the model stays frozen."""
 
     checkpoint: str = ""
     """Weights to start from, with a fresh optimizer: a checkpoint folder of a run with the same backend
     (`runs/.../checkpoints/final`), or with `tinker` a `tinker://` path. Empty: the model's own."""
 
     base_url: str = ""
-    """URL of the `tinker` service. Empty: TINKER_BASE_URL, or else the hosted service."""
+    """URL of the `tinker` service. Empty: TINKER_BASE_URL, or the hosted service."""
 
     service_model: str = ""
-    """The model's name at the `tinker` service. Empty: the only model that it serves."""
+    """The model's name at the `tinker` service. Empty: the only model there."""
 
     threads: int = Field(default=0, ge=0)
-    """Torch threads of the embedded engine. 0: one for a small model, where more are slower, and otherwise
-    every core the trainer may use. The run folder's config shows the number."""
+    """Torch threads of the embedded engine. 0: one for a small model, where more are slower, otherwise every
+    core the trainer may use. The run folder's config shows the number."""
 
     max_batch: int = Field(default=128, ge=1)
-    """Maximum number of sequences decoded together."""
+    """Maximum sequences decoded together."""
 
     cache_tokens: int = Field(default=0, ge=0)
-    """Tokens in the embedded engine's key-value cache, for running sequences and reusable prefixes. A call
-    that does not fit waits. 0: as many as fit into free memory (docs/engine.md#memory)."""
+    """Size of the embedded engine's key-value cache, for running sequences and reusable prefixes. A call that
+    does not fit waits. 0: as many tokens as fit into free memory (docs/engine.md#memory)."""
 
     device: str = "cpu"
     """Torch device of the embedded engine: `cpu`, `cuda`, `cuda:1`."""
@@ -66,22 +66,22 @@ class EngineConfig(Section):
     """Devices to train on: GPUs with `device: cuda`, processes with `cpu` (docs/devices.md)."""
 
     sharding: Literal["replicate", "shard"] = "replicate"
-    """How several devices hold the weights. `replicate`: each has a full copy. `shard`: each has a part
-    (FSDP2), and the first also a full copy to sample from."""
+    """`replicate`: each device has all weights. `shard`: each has a part (FSDP2), and the first also a full
+    copy to sample from."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    """Precision of the embedded engine's matrix products. `auto`: bfloat16 where the hardware supports it, in
-    which sampler and trainer differ slightly (docs/models.md)."""
+    """Precision of the embedded engine's matrix products. `auto`: bfloat16 where the hardware supports it;
+    sampler and trainer then differ slightly (docs/models.md)."""
 
     activation_checkpointing: bool = False
     """Recompute activations in the embedded engine's backward pass: less memory, about a third more time."""
 
     routing_replay: bool = False
-    """Train a mixture of experts with the experts that the embedded engine chose while sampling (R3), because
-    rounding can change them (docs/models.md). Refused for models without experts."""
+    """Train a mixture of experts with the experts that the embedded engine chose while sampling (R3), which
+    rounding can change (docs/models.md). Refused for other models."""
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Arguments for the chat template in every episode and chat, such as `{enable_thinking: false}`."""
+    """Arguments for the chat template, such as `{enable_thinking: false}`."""
 
     @field_validator("base_url")
     @classmethod

@@ -1,4 +1,4 @@
-"""The `inference` section, which says what samples, and the roles of an episode."""
+"""The `inference` section, and the roles of an episode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LaunchConfig(Section):
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
     replicas: int = Field(default=0, ge=0)
-    """Number of replicas that `tinkerscript train` starts on this machine."""
+    """Replicas that `tinkerscript train` starts on this machine."""
 
     gpus: list[int] | Literal["any"] = Field(default_factory=list[int])
     """GPUs to use; each replica takes the next `tensor_parallel`. `any`: Ray chooses (`cluster.launcher:
@@ -32,7 +32,7 @@ class LaunchConfig(Section):
 
     python: str = ""
     """Python of an environment with vLLM and tinkerscript, such as `vllm-env/bin/python`. Empty: the
-    trainer's Python."""
+    trainer's."""
 
     args: list[str] = Field(default_factory=list[str])
     """More arguments for the vLLM server, such as `--gpu-memory-utilization=0.5`."""
@@ -55,25 +55,24 @@ class InferenceConfig(Section):
 
     on_publish: Literal["move", "finish", "continue"] = "move"
     """How running episodes use new weights. `move`: from the next model call on. `continue`: from the next
-    token on, also within a call. `finish` (replicas only): not while their own weights may train
-    (`training.max_policy_lag`)."""
+    token on. `finish` (replicas only): not while their own weights may train (`training.max_policy_lag`)."""
 
     sleep: bool = False
-    """Let replicas release their GPU memory while the trainer trains on the same GPU (docs/vllm.md). Model
-    calls wait meanwhile."""
+    """Let replicas release their GPU memory while the trainer uses the same GPU (docs/vllm.md). Model calls
+    wait meanwhile."""
 
     max_loras: int = Field(default=4, ge=2)
-    """Adapters that a replica holds at once: the newest, the next, and older ones in use. Room to spare lets
+    """Adapters that a replica holds at once: the newest, the next, and older ones in use. Spare room lets
     evaluations overlap with later steps."""
 
     base_url: str = ""
     """URL of your vLLM server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
 
     model: str = ""
-    """The model's name at that server. Empty: the only model that it serves."""
+    """The model's name there. Empty: the only model that it serves."""
 
     api_key_env: str = ""
-    """Environment variable with that server's API key. Empty: no key."""
+    """Environment variable with its API key. Empty: no key."""
 
     start_timeout_s: float = Field(default=30.0, ge=0)
     """Seconds to wait at the start for a server or replica that should already run."""
@@ -111,8 +110,7 @@ class InferenceConfig(Section):
 
     @property
     def samples_without_trainer(self) -> bool:
-        """Whether the interchange server asks a model server directly, so that no trained weights are
-        involved."""
+        """Whether the interchange server asks a model server directly, without trained weights."""
         return self.backend != "trainer" and not self.has_replicas
 
 
@@ -128,12 +126,12 @@ class RoleConfig(Section):
     model: str = ""
     """Weights of the role: a folder, a Hugging Face id (both `frozen`), or a checkpoint; with
     `engine.backend: tinker` also a `tinker://` path or a model of the service. Empty: the weights that the
-    run starts from. With `base_url`, the model's name at that server; only `frozen` may leave it empty, for
-    the only model served."""
+    run starts from. With `base_url`, the model's name there; only `frozen` may leave it empty, for the only
+    model served."""
 
     base_url: str = ""
     """URL of a server, with or without `/v1`. Required for `outside`. For `frozen`: a vLLM server with the
-    policy's tokenizer; empty: the run's engine holds the model."""
+    policy's tokenizer; empty: the run's engine."""
 
     api_key_env: str = ""
     """Environment variable with the server's API key. Empty: no key."""

@@ -1,4 +1,4 @@
-"""Loads a config from YAML and overrides, with errors that name the wrong key and what is allowed."""
+"""Loads a config from YAML and overrides."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def parse_config(
 ) -> RunConfig:
     """Validate YAML text. Raises ConfigError, also for tags that would run code.
 
-    Relative paths in the text start from `folder` (default: the working directory), paths in overrides from
-    the working directory.
+    Relative paths start from `folder` (default: the working directory), in overrides from the working
+    directory.
     """
     data = load_yaml(text, source=source)
     if not isinstance(data, dict):
@@ -69,7 +69,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
     section[last] = _with_absolute_paths(value, Path.cwd(), key)
 
 
-# Keys whose value may be a path. Most also take a name: of a registered task, a module, or a model.
+# Keys that may be paths. Most also take a registered task's, module's or model's name.
 _PATHS = {
     "task.name",
     "tasks.name",
@@ -85,7 +85,7 @@ _PATHS = {
 
 
 def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
-    """Make the paths in `value` of config key `key` absolute, starting from `folder`."""
+    """Make the paths of config key `key` absolute."""
     key = re.sub(r"^roles\.[^.]+", "roles.*", key)
     if key == "roles.*" and isinstance(value, dict) and value.get("base_url"):
         return value  # `model` is a name at that server here, not a path.
@@ -163,14 +163,14 @@ def _sections_with(key: str) -> list[str]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The config as YAML, with every key."""
+    """With every key."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def import_name(text: str, *, what: str) -> object:
     """Import an object of the user's code, given as `module:name` or `path/to/file.py:name`.
 
-    `what` is the config key that holds `text`. Raises ConfigError, which names both, if the import fails.
+    `what` is its config key. Raises ConfigError, which names both.
     """
     source, separator, name = text.rpartition(":")
     if not (separator and source and name):

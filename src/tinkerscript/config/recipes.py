@@ -1,7 +1,7 @@
 """`RECIPES`: the keys of `training` that published algorithms set, by the name of `training.recipe`.
 
-A recipe is data: `with_recipe` lays it under the keys that the user gives. What a paper ties to its model or
-its data, such as sizes, lengths and learning rates, is left to the user. docs/recipes.md has the table.
+The keys that the user gives win. Values that a paper ties to its model or data, such as sizes, lengths and
+learning rates, are left to the user. docs/recipes.md has the table.
 """
 
 from __future__ import annotations
@@ -201,7 +201,6 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def with_recipe(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the recipe that `given` names under those that `given` has."""
     recipe = RECIPES.get(str(given.get("recipe", "")))
     return _over(recipe.keys, given) if recipe else dict(given)
 

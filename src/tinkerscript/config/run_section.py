@@ -28,21 +28,21 @@ from tinkerscript.limits import TRANSCRIPT
 from tinkerscript.logs import LogFormat
 from tinkerscript.remote_folder import is_url, name_of
 
-# `experiment_dir: auto` creates its folders here.
+# `experiment_dir: auto` creates folders here.
 RUNS = Path("runs")
 
 
 class TaskConfig(Section):
     name: str = ""
-    """An Inspect task (`file.py@name`, or a registered name such as `inspect_evals/gsm8k`), an environment of
-    another kind (`KIND:NAME`, docs/environments.md), or a class of your own (`file.py:NAME`)."""
+    """An Inspect task (`file.py@name`, or a registered name such as `inspect_evals/gsm8k`), another kind of
+    environment (`KIND:NAME`, docs/environments.md), or your own class (`file.py:NAME`)."""
 
     train_args: dict[str, JsonValue] = Field(default_factory=dict)
     """Task arguments that select the training samples."""
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the evaluation samples. They should differ from `train_args`, or the score
-    is not held out."""
+    """Task arguments that select the evaluation samples. If they equal `train_args`, the score is not held
+    out."""
 
     sandbox_type: str = ""
     """Sandbox in place of the task's own: `docker`, `bubblewrap` (docs/agents.md), `local` (no isolation: the
@@ -59,13 +59,13 @@ class TaskConfig(Section):
 
     @property
     def sandbox(self) -> str:
-        """The sandbox in Inspect's notation, such as `docker:compose.yaml`; may be empty."""
+        """In Inspect's notation, such as `docker:compose.yaml`; may be empty."""
         return ":".join(filter(None, [self.sandbox_type, self.sandbox_config]))
 
 
 class WeightedTaskConfig(TaskConfig):
     weight: float = Field(default=1.0, gt=0)
-    """The task's share of the groups, relative to the other weights."""
+    """The task's share of the groups, relative to other weights."""
 
 
 class EvaluationConfig(Section):
@@ -79,12 +79,12 @@ class EvaluationConfig(Section):
     """Episodes of an evaluation during training."""
 
     attempts: int = Field(default=1, ge=1)
-    """Episodes per evaluation sample. With k, the score is avg@k and the metrics include pass@k
+    """Episodes per evaluation sample. With k, the score is avg@k, and the metrics include pass@k
     (docs/training.md#pass-at-k)."""
 
     share: float = Field(default=0.05, gt=0, le=1)
-    """Share of the run's episodes that evaluations may use while steps train, among running episodes (one is
-    always allowed) and in total. The rest runs after the last step (docs/training.md)."""
+    """Share of the episodes that evaluations may use while steps train, among running episodes (one is always
+    allowed) and in total. The rest runs after the last step (docs/training.md)."""
 
 
 class MetricsConfig(Section):
@@ -93,7 +93,7 @@ class MetricsConfig(Section):
     'tinkerscript[tensorboard]'`. TensorBoard's files are in the run folder."""
 
     project: str = "tinkerscript"
-    """Project name at W&B and Trackio. The run has its folder's name there."""
+    """Project name at W&B and Trackio, where the run has its folder's name."""
 
     extra: list[str] = Field(default_factory=list[str])
     """Functions that compute metrics of a step, as `module:name` or `file.py:name` (docs/extending.md)."""
@@ -101,7 +101,7 @@ class MetricsConfig(Section):
 
 class WorkersConfig(Section):
     count: int = Field(default=2, ge=0)
-    """Worker processes that `tinkerscript train` starts. 0: none, if you start them yourself."""
+    """Worker processes that `tinkerscript train` starts. 0: you start them yourself."""
 
     cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a worker."""
@@ -118,16 +118,16 @@ class WorkersConfig(Section):
 
 class ClusterConfig(Section):
     launcher: Literal["local", "ray"] = "local"
-    """What starts the run's processes: `local`, this machine; `ray`, a Ray cluster (docs/cluster.md, `pip
+    """`local`: the run's processes start on this machine. `ray`: on a Ray cluster (docs/cluster.md, `pip
     install 'tinkerscript[ray]'`)."""
 
     address: str = ""
-    """Address of the Ray cluster's head, such as `10.0.0.1:6379`, with this machine as one of its nodes.
+    """Address of the Ray cluster's head, such as `10.0.0.1:6379`; this machine must be one of its nodes.
     Empty: a local Ray, which ends with the run."""
 
     environment: list[str] = Field(default_factory=list[str])
-    """Environment variables of the trainer that Ray passes on to workers and replicas, such as `HF_TOKEN`.
-    Required tokens are always passed on."""
+    """The trainer's environment variables that Ray passes on to workers and replicas, such as `HF_TOKEN`.
+    Required tokens always pass."""
 
 
 class RunConfig(Section):
@@ -137,13 +137,13 @@ class RunConfig(Section):
     'tinkerscript[remote]'`)."""
 
     enable_tinkerscript_mode: bool = True
-    """False: server and one worker run in the trainer's process, not as processes."""
+    """False: server and one worker run in the trainer's process."""
 
     method: Literal["grpo", "sft"] = "grpo"
     """`grpo`: reinforcement learning. `sft`: supervised training on chats, such as a warm start."""
 
     seed: int = 1
-    """Seed for the order of samples, for sampling, and for training."""
+    """Seed for the order of samples, sampling, and training."""
 
     log_format: LogFormat = "text"
     """Format of the files in `logs`: `text`, or `json` with one object per line (docs/monitoring.md)."""
@@ -154,7 +154,7 @@ class RunConfig(Section):
 
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
     """What the ledger keeps beyond training's needs: transcripts, calls of failed attempts, and per-token
-    values of `all` steps or of every N-th (`every 10`). `off`: none of these."""
+    values of `all` steps or every N-th (`every 10`). `off`: none of these."""
 
     recording_limit_mb: int = Field(default=20_480, ge=0)
     """Maximum MiB of calls, tokens and transcripts in the ledger. Above it, the oldest episodes that can no
@@ -398,8 +398,7 @@ class RunConfig(Section):
         return {name: role for name, role in self.roles.items() if role.kind == "trained"}
 
     def training_of(self, role: str) -> TrainingConfig:
-        """Training settings of a trained role's policy (empty: the main policy). Only the main policy has
-        a teacher."""
+        """Settings of a trained role (empty: the main policy). Only the main policy has a teacher."""
         if not role:
             return self.training
         rate = self.roles[role].learning_rate or self.training.learning_rate
@@ -408,8 +407,8 @@ class RunConfig(Section):
 
     @property
     def no_images(self) -> dict[str, str]:
-        """Why calls of a policy may have no images, by role (empty: the main policy). A policy that is left
-        out can train on them."""
+        """Why calls may have no images, by role (empty: the main policy). Absent policies can train on
+        them."""
         found: dict[str, str] = {}
         for role in ("", *self.trained_roles):
             training = self.training_of(role)
@@ -428,7 +427,7 @@ class RunConfig(Section):
 
     @property
     def slots(self) -> int:
-        """Maximum number of episodes that the run's own workers hold at once. 0: it starts no workers."""
+        """Most episodes that the run's own workers hold at once. 0: it starts none."""
         workers = self.workers
         return workers.concurrency * (
             workers.count if self.enable_tinkerscript_mode else min(workers.count, 1)
@@ -441,7 +440,7 @@ class RunConfig(Section):
 
     @property
     def held_versions(self) -> int:
-        """Older versions that replicas have room to keep for evaluations."""
+        """Older versions that replicas can keep for evaluations."""
         return self.inference.max_loras - self.live_versions - 1 if self.engine.lora.rank else 0
 
     @property
@@ -457,19 +456,18 @@ class RunConfig(Section):
 
     @property
     def max_transcript_bytes(self) -> int:
-        """Maximum compressed size of an attempt's transcript. 0: transcripts are not recorded."""
+        """Compressed, per attempt. 0: transcripts are not recorded."""
         return 0 if self.recording == "off" else TRANSCRIPT.limit
 
     @property
     def all_tasks(self) -> list[WeightedTaskConfig]:
-        """The run's tasks with their weights. Empty if clients register their own samples."""
+        """Empty if clients register their own samples."""
         if self.tasks or not self.task.name:
             return list(self.tasks)
         return [WeightedTaskConfig(**self.task.model_dump())]
 
     def new_folder(self, now: datetime) -> Path:
-        """Choose the folder of a new run. A URL gets the folder of its name under `runs/`, and `auto` an
-        unused name there."""
+        """A URL gets the folder of its name under `runs/`, and `auto` an unused name there."""
         if is_url(self.experiment_dir):
             return RUNS / name_of(self.experiment_dir)
         if self.experiment_dir != "auto":

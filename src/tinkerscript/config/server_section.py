@@ -20,14 +20,14 @@ Port = Annotated[int, Field(ge=0, le=65535)] | Literal["auto"]
 
 class ClientConfig(Section):
     name: str = Field(min_length=1, max_length=100, pattern="^[^/]+$")
-    """Name of the client in errors and metrics. No two clients share one."""
+    """Name of the client in errors and metrics; unique."""
 
     token_env: str = Field(min_length=1)
     """Environment variable with the client's token; or with `_FILE` appended, one that names a file with
     it."""
 
     max_claims: int = Field(default=256, ge=1)
-    """Maximum number of claims that the client may hold at once."""
+    """Maximum claims that the client may hold at once."""
 
 
 class InterchangeConfig(Section):
@@ -36,7 +36,7 @@ class InterchangeConfig(Section):
 
     interchange_server_host: str = "127.0.0.1"
     """Address that the HTTP server binds. Other machines can reach it with any address but loopback, with
-    `trusted_proxies`, or with another host in `public_base_url`; then both tokens are required."""
+    `trusted_proxies`, or with another host in `public_base_url`; both tokens are then required."""
 
     interchange_server_port: Port = "auto"
     """HTTP port. 0: a free port. `auto`: 10086, or a free port if that is in use and `public_base_url` is
@@ -62,16 +62,16 @@ class InterchangeConfig(Section):
     """PEM file with the private key. Empty: the key is in `tls_certificate`."""
 
     clients: list[ClientConfig] = Field(default_factory=list[ClientConfig])
-    """Clients with their own tokens and limits. Everyone else uses the shared token."""
+    """Clients with their own tokens and limits. Others share a token."""
 
     max_attempts: int = Field(default=3, ge=1, le=100)
-    """Number of failed attempts after which an episode fails."""
+    """Failed attempts after which an episode fails."""
 
     call_timeout_s: float = Field(default=300.0, gt=0)
     """Maximum seconds for a model call."""
 
     max_claim_s: float = Field(default=7200.0, gt=0)
-    """Maximum lifetime of a claim in seconds, however often its client renews it."""
+    """Maximum seconds of a claim, however often its client renews it."""
 
     processes: int = Field(default=1, ge=1, le=64)
     """Processes that answer model calls. Above 1, each has a port and a share of the claims, and the server
@@ -82,15 +82,15 @@ class InterchangeConfig(Section):
     `postgresql://USER@HOST/DATABASE` (docs/failover.md)."""
 
     durability: Literal["normal", "full"] = "normal"
-    """`normal`: a commit survives a killed process. `full`: it also survives a power failure, for one disk
-    sync per commit. With PostgreSQL, `full` refuses to run if `fsync` is off there."""
+    """`normal`: a commit survives a killed process. `full`: also a power failure, for one disk sync per
+    commit. With PostgreSQL, `full` refuses to run if `fsync` is off there."""
 
     max_reward: float = Field(default=MAX_REWARD, gt=0, le=MAX_REWARD)
-    """Maximum magnitude of a reward; a larger one is refused. With untrusted clients, set it to the scorer's
-    maximum: a single huge reward decides the direction of a whole step."""
+    """Maximum magnitude of a reward; larger ones are refused. With untrusted clients, set it to the scorer's
+    maximum: one huge reward decides the direction of a step."""
 
     max_tokens_per_claim: int = Field(default=4_000_000, ge=1)
-    """Maximum number of tokens that a claim may sample."""
+    """Maximum tokens that a claim may sample."""
 
     model_names: list[str] = Field(default_factory=list[str])
     """Model names that requests may use besides `policy` and the model's own. Empty: any name."""

@@ -31,12 +31,12 @@ class SamplingConfig(Section):
     (docs/training.md#temperature)."""
 
     precedence: Literal["program", "run"] = "program"
-    """Which temperature wins: that of the `program` (request or Inspect task), or that of the `run`, which
-    also turns off top-p, top-k, min-p and repetition penalty of programs, but not their `max_tokens`."""
+    """Which temperature wins: the `program`'s (request or Inspect task), or the `run`'s, which also turns off
+    top-p, top-k, min-p and repetition penalty of programs, but not their `max_tokens`."""
 
     max_tokens: int = Field(default=0, ge=0)
-    """Maximum tokens of a reply for requests that set no limit. 0: 64 for a small model, otherwise 512 or
-    half of a shorter context."""
+    """Maximum tokens of a reply for requests without a limit. 0: 64 for a small model, otherwise 512 or half
+    of a shorter context."""
 
     @property
     def reply_tokens(self) -> int:
@@ -48,8 +48,8 @@ CORRECTION_MASKS = ("token_mask", "sequence_mask", "geometric_mask", "veto")
 
 
 class RolloutCorrectionConfig(Section):
-    """Corrects by w, the trainer's probability of a token (before the update) over the sampler's. At most
-    one weight, and any masks."""
+    """Corrects by w, the trainer's probability of a token (before the update) over the sampler's. At most one
+    weight, and any masks."""
 
     tis: float | None = Field(default=None, gt=0)
     """Weight min(w, `tis`) per token (truncated importance sampling). 2 is usual."""
@@ -64,7 +64,7 @@ class RolloutCorrectionConfig(Section):
     """The same per sequence, with the product of w over its trained tokens."""
 
     icepop: Bounds | None = None
-    """Weight w per token; tokens with w outside [low, high] carry no loss. Its paper uses [0.5, 5]."""
+    """Weight w per token; tokens with w outside [low, high] carry no loss. The paper uses [0.5, 5]."""
 
     token_mask: Bounds | None = None
     """Tokens with w outside [low, high] carry no loss; the others keep their weight."""
@@ -84,7 +84,7 @@ class RolloutCorrectionConfig(Section):
     averaged over their sequence, exceeds this. 0: off."""
 
     bypass: bool = False
-    """Take the sampler's logprobs as the trainer's, which saves a forward pass and the comparison before the
+    """Take the sampler's logprobs as the trainer's, which saves a forward pass, and the comparison before
     weights change (docs/training.md)."""
 
     @field_validator(*CORRECTION_MASKS, "icepop")
@@ -117,7 +117,7 @@ class RolloutCorrectionConfig(Section):
 
 class DistillationConfig(Section):
     teacher: str = ""
-    """Role (`kind: frozen`) that scores every sampled token. Empty: no teacher."""
+    """Role (`kind: frozen`) that scores sampled tokens. Empty: no teacher."""
 
     reward_coef: float = Field(default=0.0, ge=0)
     """Weight of the task's reward, relative to the teacher's divergence. 0: only the teacher counts, and a
@@ -141,12 +141,12 @@ class DistillationConfig(Section):
 
 class CreditConfig(Section):
     level: Literal["episode", "turn", "state"] = "turn"
-    """Advantage of the tokens of a call if programs reward single calls: the episode's, or its return
-    compared with the group's other episodes at the same turn (`turn`), or with the group's calls that saw the
-    same observation, plus the episode's (`state`, GiGPO)."""
+    """Advantage of a call's tokens if programs reward single calls: the episode's, or its return compared
+    with the group's other episodes at the same turn (`turn`), or with the group's calls that saw the same
+    observation, plus the episode's (`state`, GiGPO)."""
 
     discount: float = Field(default=1.0, gt=0, le=1)
-    """Factor by which a reward counts less for each call further back."""
+    """Factor by which a reward shrinks for each call further back."""
 
     @model_validator(mode="after")
     def _discounts_calls(self) -> CreditConfig:
@@ -159,11 +159,11 @@ class CreditConfig(Section):
 
 class JudgeConfig(Section):
     function: str = ""
-    """Function that sees all episodes of a complete group and returns their rewards, as `module:name` or
+    """Function that gets all episodes of a complete group and returns their rewards, as `module:name` or
     `file.py:name`. Empty: none."""
 
     role: str = ""
-    """Role (`kind: outside` or `frozen`) that ranks the episodes of a group, without labels. Empty: none."""
+    """Role (`kind: outside` or `frozen`) that ranks a group's episodes, without labels. Empty: none."""
 
     rubric: str = ""
     """What the role should judge by."""
@@ -187,22 +187,22 @@ class CurriculumConfig(Section):
     always or never solved, and prefer those in between (docs/training.md#a-curriculum)."""
 
     pass_reward: float = 1.0
-    """Minimum reward that counts as solved, for episodes that report no `is_success`."""
+    """Minimum reward of a solved episode, if it reports no `is_success`."""
 
 
 class EntropyConfig(Section):
     target: float = Field(default=0.0, ge=0)
-    """Entropy in nats per token. In a step below it, the bonus acts and its weight grows by `delta`; in a
-    step above it, the bonus is off and its weight shrinks by `delta`. 0: off."""
+    """Entropy in nats per token. In a step below it, the bonus acts and its weight grows by `delta`; above
+    it, the bonus is off and its weight shrinks by `delta`. 0: off."""
 
     delta: float = Field(default=0.005, gt=0)
-    """Change of the weight per step, which begins at 0 and is never negative."""
+    """Change per step of the weight, which begins at 0 and is never negative."""
 
 
 class TrainingConfig(Section):
     recipe: RecipeName = ""
-    """A published algorithm, which sets its paper's keys (docs/recipes.md). Keys that you give win; `train
-    --plan` prints the result."""
+    """A published algorithm, which sets its paper's keys (docs/recipes.md). Your keys win; `train --plan`
+    prints the result."""
 
     steps: int = Field(default=100, ge=0)
     """Training steps, each on one batch of groups. Each publishes one policy version."""
@@ -226,45 +226,45 @@ class TrainingConfig(Section):
     last step that could train them, which is every step at `max_policy_lag: 0`."""
 
     max_policy_lag: int | None = Field(default=None, ge=0)
-    """Maximum training steps between the weights that sampled an episode and those that it trains. Above 0,
-    sampling overlaps with training (docs/training.md). null: 0, or 1 if clients register their own
+    """Maximum training steps between the weights that sampled an episode and those that it trains. Above
+    0, sampling overlaps with training (docs/training.md). null: 0, or 1 if clients register their own
     samples."""
 
     on_stale: Literal["wait", "drop"] = "wait"
     """When a running group would become too old: delay the step until it ends (`wait`), or train without its
-    old episodes, which carry no loss but count in the group's baseline (`drop`)."""
+    old episodes, which count only in the group's baseline (`drop`)."""
 
     replay_uses: int = Field(default=1, ge=1)
-    """Steps that an episode may train in. n above 1 adds n - 1 times `groups_per_step` groups of earlier
-    steps to each step, up to n - 1 steps old even if `max_policy_lag` is less."""
+    """Steps that an episode may train in. n above 1 adds n - 1 times `groups_per_step` earlier groups to each
+    step, up to n - 1 steps old even if `max_policy_lag` is less."""
 
     checkpoint_every: int = Field(default=5, ge=0)
     """Steps between checkpoints, from which `train --resume` continues. 0: only after the last step."""
 
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Checkpoints to keep in addition to the final one and that of the best evaluation."""
+    """Checkpoints to keep besides the final one and the best evaluation's."""
 
     inspect_log_every: int = Field(default=5, ge=0)
     """Write the episodes of every n-th step, and of all evaluations, as Inspect logs to the run folder's
     `inspect/`. 0: never."""
 
     on_misalignment: Literal["stop", "warn"] = "stop"
-    """If the sampler's logprobs do not match the trainer's at policy lag 0: end the run before the weights
-    change, to be resumed (`stop`), or train without the sequences known to be wrong (`warn`)."""
+    """If sampler and trainer disagree on logprobs at policy lag 0: end the run before the weights change, to
+    be resumed (`stop`), or train without the sequences known to be wrong (`warn`)."""
 
     constrained_tokens: Literal["mask", "train", "refuse"] = "mask"
     """Tokens that a grammar forced or restricted (`response_format`, required tools) carry no loss (`mask`),
     train like others (`train`), or exclude their sequence (`refuse`)."""
 
     max_mean_dlogp: float = Field(default=0.1, gt=0)
-    """Mean difference between the trainer's and the sampler's logprobs at policy lag 0 above which a step is
-    misaligned. Half of it counts a warning."""
+    """Mean difference of trainer's and sampler's logprobs at policy lag 0 above which a step is misaligned.
+    Half of it counts a warning."""
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass over a batch, which is split evenly, however few sequences it has."""
 
     minibatch_size: int = Field(default=0, ge=0)
-    """Minimum sequences per optimizer step: a pass has as many steps as that allows, at least one. 0:
+    """Minimum sequences per optimizer step: a pass takes as many steps as that allows, at least one. 0:
     `minibatches` decides."""
 
     epochs_per_batch: int = Field(default=1, ge=1)
@@ -273,21 +273,19 @@ class TrainingConfig(Section):
     advantage_baseline: Literal["group_mean", "leave_one_out", "running_mean", "sample_mean", "none"] = (
         "group_mean"
     )
-    """What is subtracted from an episode's reward: the mean of its group, the mean of the group's other
-    episodes (`leave_one_out`), the mean of all rewards of the run so far (`running_mean`), the moving mean of
-    its sample's earlier rewards (`sample_mean`), or nothing (`none`; needs `advantage_scale:
-    batch_deviation`)."""
+    """Subtracted from an episode's reward: the mean of its group, of the group's other episodes
+    (`leave_one_out`), of all rewards of the run so far (`running_mean`), the moving mean of its sample's
+    earlier rewards (`sample_mean`), or nothing (`none`; needs `advantage_scale: batch_deviation`)."""
 
     advantage_scale: Literal[
         "none", "group_deviation", "group_mean", "batch_deviation", "running_deviation"
     ] = "none"
-    """What the difference is divided by: nothing, the group's standard deviation or mean, the standard
-    deviation over all tokens of the step, or that of all rewards of the run so far
-    (docs/training.md#advantages)."""
+    """Divides the difference: nothing, the group's standard deviation or mean, the standard deviation over
+    all tokens of the step, or over all rewards of the run so far (docs/training.md#advantages)."""
 
     pass_k: int = Field(default=1, ge=1)
     """Pass@k training: an episode's reward becomes the mean, over all sets of k episodes of its group that
-    include it, of the best reward in the set. 1: off."""
+    include it, of the set's best reward. 1: off."""
 
     reward_weights: dict[str, float] = Field(default_factory=dict[str, float])
     """Scores to use in place of the reward, by name, with their weights (GDPO). Each score's advantage is
@@ -304,14 +302,13 @@ class TrainingConfig(Section):
     length_penalty: dict[Literal["token", "turn"], Cost] = Field(
         default_factory=dict[Literal["token", "turn"], float]
     )
-    """Reward that an episode loses for each `token` that the policy sampled, and for each `turn`, one of its
-    calls: `{turn: 0.05}`."""
+    """Reward that an episode loses for each `token` sampled and for each `turn` (call): `{turn: 0.05}`."""
 
     top_entropy: float = Field(default=1.0, gt=0, le=1)
-    """Share of the step's tokens that train: those with the highest entropy."""
+    """Share of the step's tokens that train, by highest entropy."""
 
     adaptive_entropy: EntropyConfig = Field(default_factory=EntropyConfig)
-    """An entropy bonus with a weight that adapts, as in Skywork-OR1. For a fixed weight, use `entropy` in
+    """An entropy bonus with an adaptive weight, as in Skywork-OR1. For a fixed weight, use `entropy` in
     `loss_config`."""
 
     credit: CreditConfig = Field(default_factory=CreditConfig)
@@ -325,8 +322,8 @@ class TrainingConfig(Section):
     it to the loss, use `kl_k1`, `kl_k2`, `kl_k3` or `kl_unbiased` in `loss_config`."""
 
     kl_reference_every: int = Field(default=0, ge=0)
-    """Steps after which the policy becomes the reference of the divergences above and in `loss_config`, again
-    and again. 0: they are from the start policy throughout."""
+    """Steps after which the policy becomes the new reference of the divergences above and in `loss_config`.
+    0: the start policy stays the reference."""
 
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
     """Training on a teacher's scores (docs/training.md)."""
@@ -342,14 +339,14 @@ class TrainingConfig(Section):
     (docs/training.md#losses)."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """Losses that clip do so below a ratio of 1 - clip_low. null: 0.2, or 3e-4 for `gspo`. 1: never."""
+    """Clipping losses clip below a ratio of 1 - clip_low. null: 0.2, or 3e-4 for `gspo`. 1: never."""
 
     clip_high: float | None = Field(default=None, ge=0)
-    """Losses that clip do so above a ratio of 1 + clip_high. null: 0.2, or 4e-4 for `gspo`."""
+    """Clipping losses clip above a ratio of 1 + clip_high. null: 0.2, or 4e-4 for `gspo`."""
 
     loss_mean: Literal["sequences", "tokens", "tokens_then_sequences", "episodes"] = "sequences"
-    """What the summed token losses of a minibatch are divided by: its trained `sequences` or `tokens`, first
-    each sequence's tokens and then the sequences, or the planned number of `episodes`, replayed ones included
+    """Divides the summed token losses of a minibatch: its trained `sequences` or `tokens`, first each
+    sequence's tokens and then the sequences, or the planned number of `episodes`, including replayed ones
     (docs/training.md#means-and-minibatches)."""
 
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
@@ -375,7 +372,7 @@ class TrainingConfig(Section):
 
     @property
     def min_group(self) -> int:
-        """Episodes that a group needs to train. Smaller groups are dropped and counted."""
+        """Smaller groups are dropped and counted."""
         compares = (
             self.advantage_baseline in ("group_mean", "leave_one_out")
             or self.advantage_scale in ("group_deviation", "group_mean")
@@ -537,16 +534,16 @@ class TrainingConfig(Section):
 
 class SftConfig(Section):
     data: str = ""
-    """JSONL file of chats, or the folder of a run, to train on its best episodes (docs/training.md). Each
-    line of a file has `messages` in OpenAI's format (`role`, `content`, optionally `tool_calls`,
-    `tool_call_id`, `name`, `reasoning_content`) and optionally `tools`. The assistant's messages train."""
+    """JSONL file of chats, or a run's folder, to train on its best episodes (docs/training.md). Each line has
+    `messages` in OpenAI's format (`role`, `content`, optionally `tool_calls`, `tool_call_id`, `name`,
+    `reasoning_content`) and optionally `tools`. The assistant's messages train."""
 
     best: int = Field(default=1, ge=1)
     """If `data` is a run: how many episodes of each group train, those with the highest rewards; with
     `dpo_beta`, how many pairs."""
 
     dpo_beta: float = Field(default=0.0, ge=0)
-    """DPO on pairs from the groups of a run, with this weight of the divergence from the start policy; 0.1 is
+    """DPO on pairs from a run's groups, with this weight of the divergence from the start policy; 0.1 is
     usual. 0: no DPO."""
 
     held_out: int = Field(default=32, ge=0)

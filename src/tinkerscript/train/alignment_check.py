@@ -1,4 +1,5 @@
 """`AlignmentCheck`: decides which sequences of a step may train, and whether the step may happen.
+
 Off-policy samples (lag above 0) should differ from the trainer: they are measured but stop nothing, unless
 their logprobs belong to other tokens.
 """
@@ -146,6 +147,7 @@ class AlignmentCheck:
         step: int,
     ) -> list[WeightedRollout]:
         """Returns the sequences that may train. `trainer`: float32 [T] logprobs each, [0] unused.
+
         `lags`: policy version -> training steps behind (None: all current). Raises AlignmentError if lag-0
         sequences are misaligned, unless set to warn.
         """

@@ -1,4 +1,5 @@
 """`load_episodes`: a run's best episodes, or pairs of episodes, as training data.
+
 Invariants: tokens and prompts are as sampled, and no sequence with an error trains
 (`rollouts.alignment.checks`). Temperature 0 is fine, because its logprobs are not used.
 """
@@ -23,6 +24,7 @@ from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 def load_episodes(config: RunConfig, model: Path) -> Chats:
     """`model`: folder of the model that trains.
+
     Raises ConfigError if the folder has no ledger, the tokenizers differ, or no episode beats the others.
     """
     sft = config.sft

@@ -1,4 +1,5 @@
 """`Chats`, which `method: sft` trains on or holds out.
+
 Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that the
 gateway would give. Selection and order depend on the seed.
 """
@@ -90,6 +91,7 @@ def divided(
     examples: Sequence[SupervisedExample], config: RunConfig, limit: int, origin: Mapping[str, object]
 ) -> Chats:
     """Hold out some examples, and leave out sequences of more than `limit` tokens.
+
     Raises ConfigError if nothing is left to train on.
     """
     sft = config.sft

@@ -1,4 +1,5 @@
 """`RunCheckpoints`: all weights of a run on disk, and their rows in the ledger.
+
 A checkpoint is complete with its manifest, and counts once its row is committed.
 """
 

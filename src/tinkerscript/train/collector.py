@@ -1,4 +1,5 @@
 """`Batch` holds the groups that a step or an evaluation waits for; `Collector` delivers outcomes to them.
+
 Every outcome goes to one group, by episode id, or is recorded as left out.
 """
 
@@ -153,6 +154,7 @@ class Batch:
 
     def check_success(self, own_clients: str = "") -> None:
         """Raise NoSuccessError if all episodes or the first `HOPELESS_AFTER` failed.
+
         The latter needs a failure at the run's own clients (uuids from `own_clients`): others may be broken
         while these start.
         """

@@ -127,6 +127,7 @@ FLOOR = 0.1
 
 def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:
     """The rate of `step`, which counts from 1.
+
     Step n of the warm-up uses n / (warmup_steps + 1) of the full rate. Then tinker_cookbook's schedule, but
     never below `FLOOR`.
     """

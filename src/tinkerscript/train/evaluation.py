@@ -1,6 +1,8 @@
 """`Evaluator`: scores policy versions on held-out samples.
+
 If the sampler can hold its version, an evaluation overlaps with the next steps and uses a share of the
 workers. Otherwise it gets all workers.
+
 Invariant: each label is evaluated once per run, by one version, even across restarts. Failed episodes are
 reported next to the score, never averaged into it.
 """

@@ -1,4 +1,5 @@
 """`open_frozen_role`: a `frozen` role as a model that samples and scores.
+
 A vLLM server holds it if the role has a `base_url`, else the run's backend. An unreachable server is reported
 and waited for, up to `MAX_WAIT_S`.
 """
@@ -51,6 +52,7 @@ async def open_frozen_role(
     environ: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[FrozenModel]:
     """Raises ConfigError, with the role's name, if the model is unusable.
+
     `folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request, `max_wait_s` all retries.
     """
     if role.base_url:

@@ -1,4 +1,5 @@
 """Checks that the files in a run's folder are complete and belong to one run.
+
 A checkpoint is complete if its files match manifest.json, which is written last. Databases and checkpoints
 carry their run's identity (`files.RUN_ID`).
 """

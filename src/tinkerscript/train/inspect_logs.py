@@ -1,4 +1,5 @@
 """Writes episodes as Inspect logs, for `inspect view`.
+
 They are built from calls and results, so any client will do. A log appears only when complete.
 """
 
@@ -39,6 +40,7 @@ def write_logs(
     rule: AdvantageRule = PLAIN,
 ) -> list[Path]:
     """Write one log per task, replacing logs with the same `label`. Blocks.
+
     `samples`: episode uuid -> payload, without clients' samples. `rule` gives the logged advantages.
     """
     advantages = {

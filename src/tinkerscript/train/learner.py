@@ -1,4 +1,5 @@
 """`Learner`: what a training step does to one policy's weights.
+
 `AlignmentCheck` runs before the first optimizer step, so a step that it stops has changed no weights.
 """
 
@@ -75,8 +76,7 @@ LossMean = Literal["sequences", "tokens", "tokens_then_sequences", "episodes"]
 
 KL_STEP = "train/kl_step"
 """Metric: KL(before, after) of a step's weights before its last optimizer step, in nats per token (Schulman's
-k3).
-"""
+k3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +175,7 @@ class Learner:
         samples: Mapping[str, str] | None = None,
     ) -> None:
         """Begin a step. A role takes only the episodes that called it.
+
         `stale`: uuid -> why an episode is too old. Its reward counts, but not its sequences. `samples`: group
         id -> key of its sample, for `sample_mean`.
         """
@@ -273,6 +274,7 @@ class Learner:
         replayed: Sequence[RolloutGroup] = (),
     ) -> None:
         """Decide which sequences train, with which advantages. Changes no weights.
+
         `lag_of_version`: policy version -> training steps behind (None: all current). Raises AlignmentError
         if the batch is misaligned and `on_misalignment` is `stop`.
         """
@@ -449,6 +451,7 @@ class Learner:
         self, batch: list[WeightedRollout], olds: Sequence[FloatArray], step: int
     ) -> tuple[list[WeightedRollout], dict[str, float]]:
         """Apply KL penalty, teacher and corrections to single tokens' advantages.
+
         `olds`: the trainer's logprobs, float32 [T] each, or empty if not needed.
         """
         self._old = {id(item.rollout): old for item, old in zip(batch, olds, strict=False)}
@@ -501,6 +504,7 @@ class Learner:
 
     def _adapt_entropy(self) -> dict[str, float]:
         """The entropy bonus of this step, and in `_next_state` the next one's.
+
         With weight c, entropy e before the update and target t, the bonus weighs c if e <= t, else 0; then c
         grows by delta if e < t, or shrinks by it if e > t, but not below 0 (Skywork-OR1, He et al. 2025,
         arXiv:2505.22312; the bound is TRL's).
@@ -604,6 +608,7 @@ def _shifted(values: tinker.TensorData) -> FloatArray:
 
 def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> list[list[WeightedRollout]]:
     """Shuffle and cut the batch into at most `number` nearly equal parts.
+
     They do not depend on its order, so a repeated step trains the same.
     """
     ordered = sorted(batch, key=lambda item: (item.rollout.tokens.tobytes(), item.advantages.tobytes()))

@@ -1,4 +1,5 @@
 """`steps_at_rates`: how far one step moves the policy at several learning rates.
+
 Every rate trains the first groups that a run recorded, from its first weights. Nothing is written into the
 run's folder.
 """

@@ -51,6 +51,7 @@ class TrainingLoop:
         renew: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
         """`learners`: the run's own policy first. `samples`: None if clients register their own.
+
         `restore` loads a step's checkpoint; without it, interrupted evaluations of earlier steps are lost.
         `renew` makes a step's checkpoint the reference of the KL divergences.
         """

@@ -1,4 +1,5 @@
 """How old training data may be (`PolicyLags`), and groups to train on again (`ReplayBuffer`).
+
 An episode's lag is the number of training steps from its oldest weights to those that it would train. Nothing
 trains from undone weights, or at a lag above `max_policy_lag` (for replayed groups `replay_uses` - 1, if that
 is more).

@@ -64,6 +64,7 @@ async def open_page(
     join: bool = False,
 ) -> AsyncGenerator[RunStatus]:
     """Serve the run's page, and copy its folder if that is a URL.
+
     Comes first, so that the page shows slow or failing steps. `join`: a server already runs.
     """
     status = RunStatus(progress)

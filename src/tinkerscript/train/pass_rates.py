@@ -1,4 +1,5 @@
 """Which episodes pass, and pass@k of an evaluation: the probability that one of k attempts passes.
+
 With c passes in n attempts, its unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
 arXiv:2107.03374). Intervals are over samples, because attempts at one sample are correlated.
 """
@@ -32,8 +33,7 @@ def by_sample(accepted: Iterable[EpisodeAccepted]) -> list[list[EpisodeAccepted]
 
 def pass_metrics(accepted: Iterable[EpisodeAccepted], attempts: int, pass_reward: float) -> dict[str, float]:
     """`eval/pass@k` for k = 1, 2, 4, ... and `attempts`, over samples with k results, with
-    `eval/pass@k_margin`: half a 95% interval. Empty for a single attempt.
-    """
+    `eval/pass@k_margin`: half a 95% interval. Empty for a single attempt."""
     metrics = dict[str, float]()
     powers = [1 << exponent for exponent in range(attempts.bit_length())]
     for k in sorted({*powers, attempts}) if attempts > 1 else ():

@@ -1,4 +1,5 @@
 """`Policy`: the newest published weights, and the policy version that names them.
+
 Invariants: versions only increase, even across restarts, because each is in the ledger before it is used. The
 n-th request for a prompt to a step's weights has its own seed, so timing does not change tokens. If weights
 change in flight, each logprob is from the weights that sampled the token, and older weights' caches are never
@@ -103,6 +104,7 @@ class _Weights:
 
 class Policy:
     """`publish` turns the current weights, including trained roles', into the newest version.
+
     An AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run.
     """
 
@@ -156,6 +158,7 @@ class Policy:
     @contextmanager
     def pinned(self, episodes: Collection[str]) -> Generator[int]:
         """Answer these episodes' calls from the newest version, which it yields, in this context.
+
         Pinned calls draw separate seeds, so they do not shift others.
         """
         with ExitStack() as stack:
@@ -173,6 +176,7 @@ class Policy:
 
     async def publish(self, step: int = 0, *, is_past: bool = False) -> int:
         """`step`: training steps of the current weights.
+
         With `is_past`, only pinned episodes sample from the version, and another follows.
         """
         version = self.version + 1
@@ -227,6 +231,7 @@ class Policy:
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Serve from the newest version, a pinned episode's, or the role's model.
+
         A reply cut by a publish continues with newer weights. Raises like `SeededSampler.sample`, and
         GatewayError 404 for an unknown role.
         """

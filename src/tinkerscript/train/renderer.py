@@ -1,4 +1,5 @@
 """`ModelRenderer`: a model's chat format as a tinker_cookbook renderer.
+
 It uses the gateway's `ChatRenderer`, so all ways of training see the same ids.
 """
 

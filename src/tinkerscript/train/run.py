@@ -1,4 +1,5 @@
 """`run_training`: one run from a config, in several processes or in one.
+
 However it ends, everything that it opened is closed, and its child processes have ended.
 """
 
@@ -87,6 +88,7 @@ async def run_training(
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
     """Train as `config` says; returns the run's folder, with results in summary.json.
+
     `path`: folder of a run to resume. `join`: use the server that already serves it. Without `on_page` there
     is no page. Raises ConfigError for a run that cannot start.
     """

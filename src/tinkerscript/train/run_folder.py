@@ -52,6 +52,7 @@ FINAL_CHECKPOINT = "final"
 class RunFolder:
     def __init__(self, config: RunConfig, model: Path, *, now: datetime, path: Path | None = None) -> None:
         """`path`: folder of a run to resume, or of a server to join; None: `experiment_dir` decides.
+
         Raises ConfigError for a new run in a used folder, and if another trainer uses the folder.
         """
         self._tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -133,6 +134,7 @@ class RunFolder:
     @asynccontextmanager
     async def copied(self, note: Callable[[str], None]) -> AsyncGenerator[None]:
         """If `experiment_dir` is a URL, copy finished files there while the context is open.
+
         Raises ConfigError if the URL is not writable. `note` gets later failures.
         """
         if not self._url:
@@ -185,6 +187,7 @@ class RunFolder:
         left_out: Mapping[str, str],
     ) -> None:
         """Write one JSON line per episode, including failed ones, compressed by gzip.
+
         `left_out`: uuid -> why it does not train (default: the group is too small).
         """
         lines = [

@@ -1,4 +1,5 @@
 """`RunStatus` writes a run's progress and messages into its ledger for the page and `show`.
+
 Training never depends on it.
 """
 

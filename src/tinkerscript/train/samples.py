@@ -1,4 +1,5 @@
 """`TaskSamples`: the training and evaluation samples of a run's tasks.
+
 A position's sample depends only on the seed and the weights, so resuming repeats it.
 """
 

@@ -1,4 +1,5 @@
 """Supervised fine-tuning on chats or a run's best episodes: measure; train step by step; measure again.
+
 It often prepares reinforcement learning: `engine.checkpoint` of the next run can name its checkpoint.
 """
 
@@ -62,6 +63,7 @@ async def run_sft(
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
     """Returns the run's folder, with results in summary.json.
+
     `path`: folder of a run to resume. Without `on_page` there is no page. Raises ConfigError for a run that
     cannot start.
     """

@@ -1,4 +1,5 @@
 """`StepLog`: rows, metrics, rollouts, Inspect logs and notes of a step.
+
 It only observes: nothing here decides what trains, and resuming needs none of it.
 """
 

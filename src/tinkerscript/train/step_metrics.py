@@ -1,4 +1,5 @@
 """A training step's metrics (`STEP_METRICS`), and where they go (`metric_loggers`).
+
 A metric is a function of `StepFacts` in the table, or `module:name` in `metrics.extra`.
 """
 
@@ -207,8 +208,7 @@ def system(facts: StepFacts) -> dict[str, float]:
 
 def reported(facts: StepFacts) -> dict[str, float]:
     """`episode/<metric>` is a mean over the episodes that report it (`log_metrics`). `limit/<kind>`,
-    `tool_error/<kind>` and `failure/<kind>` are totals.
-    """
+    `tool_error/<kind>` and `failure/<kind>` are totals."""
     values: dict[str, list[float]] = defaultdict(list)
     counts: Counter[str] = Counter()
     for outcome in facts.outcomes:
@@ -347,8 +347,7 @@ class TensorBoardLogger(Logger):
 
 class LateWandbLogger(WandbLogger):
     """Logs late metrics under the newest step, because W&B drops earlier ones, with the true one in
-    `eval/step`.
-    """
+    `eval/step`."""
 
     _newest = 0
 

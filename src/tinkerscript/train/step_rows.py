@@ -192,8 +192,7 @@ def chat_rows(
     number: int, step: int, datum: tinker.Datum, logprobs: FloatArray, origin: Mapping[str, str]
 ) -> list[Row]:
     """`number`: the episode's. `logprobs`: float32 [T], before the step. `origin`: names the chosen or
-    rejected episode; empty for a chat.
-    """
+    rejected episode; empty for a chat."""
     inputs = datum.loss_fn_inputs
     targets = inputs["target_tokens"].to_numpy()
     trains = inputs["weights"].to_numpy() != 0

@@ -1,8 +1,10 @@
 """`GroupStream`: decides which groups start, and which a training step takes.
+
 Groups start early, as long as they can train at a lag of at most L. With G groups per step and S training
 steps behind the newest weights, at most (S + L + 1) G start in total (Fu et al. 2025, "AReaL",
 arXiv:2505.24298). A step takes complete groups in starting order, and waits for older ones that later steps
 could not train in time.
+
 Invariants: no group trains more than L steps after the weights that it started with; older ones are left out,
 with a reason in the ledger. Slow groups are kept, except that up to `extra_groups` are cancelled in the last
 step that could train them.
@@ -80,6 +82,7 @@ class GroupStream:
 
     def restore(self, history: History) -> None:
         """Wait again for groups that an interrupted run had started.
+
         Call this before receiving anything: outcomes must find their group.
         """
         self._behind, self._next = history.step, history.step + 1
@@ -99,6 +102,7 @@ class GroupStream:
 
     async def take(self, step: int, *, version: int) -> TrainingStep:
         """Wait for the step's groups, and for another batch if all are too old.
+
         `version`: the training policy's. If every episode fails, sets the batch aside and raises
         NoSuccessError.
         """
@@ -247,8 +251,7 @@ class GroupStream:
 
     def _awaited(self, step: int) -> list[Group]:
         """Running groups that would be too old after the step, or the oldest of more than later steps can
-        train.
-        """
+        train."""
         if self._drops:
             return []
         taken = {each.group_id for each in self._trains(step)}

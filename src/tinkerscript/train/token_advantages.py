@@ -1,4 +1,5 @@
 """Changes to single tokens' advantages: `KLPenalty`, `Distillation`, `correct`, and which tokens train.
+
 If a model cannot provide the scores, the step ends before any weight changes.
 """
 
@@ -36,13 +37,13 @@ from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[FloatArray]]]
 """(token ids int32 [T] each, sampling temperatures float32 [T] each) -> a frozen model's logprobs, float32
-[T] each, [0] unused.
-"""
+[T] each, [0] unused."""
 
 
 @dataclass
 class KLPenalty:
     """The reverse KL divergence from a reference model, as part of each token's reward.
+
     For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature; its mean
     estimates KL(policy, reference). The advantage changes by -coef * d, or if `centered` by coef * (mean(d) -
     d), with the mean over the batch's tokens with loss. This is tinker_cookbook's `incorporate_kl_penalty`,
@@ -98,6 +99,7 @@ def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -
 
 CONTEXT = "teacher_context"
 """Metadata key: text that a program knows but did not show the model, such as the right answer.
+
 The teacher reads it after the last message of each sequence's first prompt, and scores the same sampled
 tokens, so the policy learns to do without.
 """
@@ -107,6 +109,7 @@ def informed_prompts(
     episodes: Iterable[EpisodeRollouts], renderer: Callable[[], ChatRenderer]
 ) -> dict[int, IntArray]:
     """`id` of each sequence with a `CONTEXT` -> its first prompt with that text.
+
     Raises EngineError if that is not text, and for a prompt without messages.
     """
     found: dict[int, IntArray] = {}
@@ -151,6 +154,7 @@ Waiting = Callable[[str], AbstractContextManager[object]]
 
 class Distillation:
     """On-policy distillation: a teacher penalizes each sampled token by its divergence.
+
     Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation". A
     `CONTEXT`, with the start policy as teacher, makes it self-distillation: SDFT, arXiv:2601.19897; SDPO,
     arXiv:2601.20802; OPSD, Zhao et al. 2026.
@@ -183,6 +187,7 @@ class Distillation:
         self, items: Sequence[WeightedRollout], episodes: Iterable[EpisodeRollouts] = ()
     ) -> tuple[list[WeightedRollout], float]:
         """The sequences with new advantages, and the mean divergence in nats per token.
+
         With `top_k`, the advantages stay, and the loss gets `candidates`. `episodes`: may have a `CONTEXT`.
         Raises EngineError if the teacher cannot score them.
         """
@@ -214,8 +219,7 @@ class Distillation:
 
 def _aligned(rows: Any, begin: int, read: IntArray) -> Any:
     """`rows` of a sequence read after the prompt `read`, as if its prompt had `begin` tokens, which have
-    0.
-    """
+    0."""
     return _behind(np.zeros((begin, *rows.shape[1:]), rows.dtype), rows, len(read))
 
 
@@ -233,6 +237,7 @@ async def open_distillation(
     opened: Mapping[str, FrozenModel] | None = None,
 ) -> AsyncGenerator[Distillation | None]:
     """Open the teacher of `training.distillation`, if any, or reuse an `opened` role with its settings.
+
     Raises ConfigError if it cannot be opened or has another tokenizer.
     """
     section = config.training.distillation
@@ -276,8 +281,7 @@ async def open_distillation(
 @dataclass(frozen=True, slots=True)
 class Ratios:
     """The trainer's probability before the update over the sampler's, float64, for a sequence's loss
-    tokens.
-    """
+    tokens."""
 
     token: Doubles
     product: Doubles
@@ -317,6 +321,7 @@ CORRECTIONS: Mapping[str, tuple[Literal["token", "product", "mean"], Callable[[D
 }
 """For each part of `RolloutCorrectionConfig`: its `Ratios`, and a function of them and its value that gives
 each token's factor.
+
 TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS, the
 geometric mask and the veto: Liu et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025,
 arXiv:2510.18855.
@@ -328,6 +333,7 @@ def correct(
 ) -> tuple[list[WeightedRollout], dict[str, float]]:
     """Weight advantages by the trainer's probabilities before the update (`trainer`, float32 [T] logprobs
     each) over the sampler's, and make them the loss's reference.
+
     So a constant corrects the earlier difference, and only the ratio to the reference changes in the update.
     Metrics over loss tokens: the mean weight, the largest ratio, and in `correction/NAME` the share that a
     part clipped or masked.
@@ -365,8 +371,7 @@ def correct(
 
 def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> float:
     """DAPO's soft overlong punishment of the longest reply (Yu et al. 2025): 0 up to (1 - `buffer`) * `limit`
-    tokens, -1 at the limit, linear between.
-    """
+    tokens, -1 at the limit, linear between."""
     longest = max((call.reply_tokens for call in calls), default=0)
     return float(np.clip(((1 - buffer) * limit - longest) / (buffer * limit), -1.0, 0.0))
 
@@ -405,6 +410,7 @@ def covariant_tokens(
     seed: str,
 ) -> list[FloatArray]:
     """Mark tokens with an outstanding covariance: float32 [T] each, 1 or 0.
+
     It is (A - mean(A)) (log p - mean(log p)), with means over the batch's loss tokens and p the trainer's
     probability before the update (`trainer`: float32 [T] each). Marks the `share` of tokens with the largest,
     or with a `band` as many random tokens inside it. Cui et al. 2025, arXiv:2505.22617.

@@ -25,6 +25,7 @@ Encode = Callable[[str], Awaitable[Sequence[int] | None]]
 
 def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
     """Raises ConfigError with the first difference: a token, a merge, or a text's ids.
+
     `whose` names the other model in messages.
     """
     if (own / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes():
@@ -37,8 +38,7 @@ def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
 
 async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, whose: str) -> None:
     """Raises ConfigError with the first text, of at most `longest` tokens, that `encode` encodes
-    differently.
-    """
+    differently."""
     ours = _tokenizer(own)
     for text in _texts(ours, min(TOKENS_OF_TEXT, longest // 4)):
         theirs = await encode(text)
@@ -55,6 +55,7 @@ async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, 
 
 def check_loads_the_same(folder: Path, note: Callable[[str], None]) -> None:
     """Compare tokenizer.json, which makes the ids that train, with what transformers loads from a checkpoint.
+
     Raises ConfigError if transformers loads none, or ids or texts differ. `note` gets warnings about texts
     that do not survive a round trip, and an end-of-sequence token at which generation does not stop.
     """
@@ -105,7 +106,6 @@ def _changed(text: str, back: str) -> str:
 
 
 def _alphabet(tokenizer: Tokenizer) -> Iterator[str]:
-    """Texts with every character that begins a token, each after a space."""
     whole = tokenizer.get_vocab_size(with_added_tokens=False)
     pieces = tokenizer.decode_batch([[index] for index in range(whole)], skip_special_tokens=False)
     first = sorted({piece.strip()[:1] for piece in pieces} - {"", "\ufffd"})

@@ -1,4 +1,4 @@
-"""`PolicyUpdate`: one training step on the weights of all policies of a run, and its rows in the ledger."""
+"""`PolicyUpdate`: one training step on all policies' weights, and its ledger rows."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class PolicyUpdate:
     async def check(self, step: TrainingStep) -> None:
         """Decide what trains, before any policy's weights change.
 
-        Raises AlignmentError, and sets the step's episodes aside, if the trainer does not reproduce the
-        samples.
+        If the trainer does not reproduce the samples, sets the step's episodes aside and raises
+        AlignmentError.
         """
         by_version = self._lags.by_version(step.number - 1)
         kept = {uuid for each in self._learners if each.replay is not None for uuid in each.replay.episodes}

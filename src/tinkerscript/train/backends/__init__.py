@@ -1,4 +1,4 @@
-"""What trains and samples a run. A backend is a module here, and an entry of `BACKENDS`."""
+"""The engines that train and sample a run. Each is a module here, and an entry of `BACKENDS`."""
 
 from __future__ import annotations
 
@@ -52,10 +52,8 @@ async def open_backend(
     restore: str | None,
     note: Callable[[str], None],
 ) -> AsyncGenerator[TrainerBackend]:
-    """Open the backend with its first weights, or the checkpoint `restore`.
-
-    Raises ConfigError and EngineError as `TrainerBackend.open` does.
-    """
+    """Open the backend with its first weights, or the checkpoint `restore`. Raises as `TrainerBackend.open`
+    does."""
     backend_class = backend_named(config.backend)
     opening = backend_class.open(config, model, checkpoint_dir=checkpoint_dir, seed=seed, note=note)
     async with opening as backend:

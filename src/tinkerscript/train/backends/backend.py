@@ -1,7 +1,4 @@
-"""The seam between a run and the engine that trains and samples its weights.
-
-Invariant: a published sampler's weights never change.
-"""
+"""The seam between a run and its engine. A published sampler's weights never change."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ __all__ = ["FrozenModel", "FrozenSampler", "Publisher", "TrainerBackend", "Train
 
 
 class TrainingClient(Protocol):
-    """The subset of Tinker's methods that a run uses. Calls take effect in order."""
+    """The Tinker methods that a run uses. Calls take effect in order."""
 
     def forward(
         self,
@@ -76,7 +73,7 @@ class Publisher(ABC):
         """The ledger has the version, so it may be sampled."""
 
     def resting(self) -> AbstractAsyncContextManager[None]:
-        """In this context the weights train, and sampling may wait."""
+        """The weights train in this context, and sampling may wait."""
         return nullcontext()
 
     def ended(self, episode_uuid: str) -> None:  # noqa: B027 (most have nothing to do)
@@ -94,8 +91,8 @@ class TrainerBackend(Publisher):
     vocabulary: int
     stop_ids: frozenset[int]
     scales_logits = False
-    """Whether tokens train and are scored at their sampling temperatures, with the inputs `temperatures`
-    and `mask` (`engine.losses`)."""
+    """Whether tokens train and are scored at their sampling temperatures, with the inputs `temperatures` and
+    `mask` (`engine.losses`)."""
 
     routing: Routing | None = None
     """How experts are chosen, if sampling records and training replays them."""
@@ -117,7 +114,7 @@ class TrainerBackend(Publisher):
         seed: int,
         note: Callable[[str], None],
     ) -> AbstractAsyncContextManager[TrainerBackend]:
-        """The backend for `config`; leaving the context closes it. `note` gets messages for the user.
+        """Leaving the context closes the backend. `note` gets messages for the user.
 
         Raises ConfigError if the config does not fit, EngineError if the backend is not available.
         """
@@ -147,9 +144,8 @@ class TrainerBackend(Publisher):
     async def open_frozen(self, model: str) -> FrozenModel:
         """Open a model that does not train. Shared weights are held once.
 
-        `model`: a folder, a Hugging Face id, a run's checkpoint, or a name that the backend knows; empty:
-        the weights that the run began with. Raises ConfigError for an unknown name, EngineError for an
-        unusable model.
+        `model`: a folder, a Hugging Face id, a run's checkpoint, or a name that the backend knows; empty: the
+        run's first weights. Raises ConfigError for an unknown name, EngineError for an unusable model.
         """
 
     async def start_logprobs(
@@ -160,8 +156,8 @@ class TrainerBackend(Publisher):
         return await self._start.logprobs(sequences, temperatures)
 
     async def renew_start(self, checkpoint: Path) -> None:
-        """Score with a checkpoint of this run in `start_logprobs` from now on."""
-        self._start = None  # The former weights need not fit into memory beside the new ones.
+        """From now on, score with a checkpoint of this run in `start_logprobs`."""
+        self._start = None  # Both weights may not fit into memory.
         self._start = await self.open_frozen(str(checkpoint))
 
 
@@ -188,7 +184,7 @@ class FrozenModel(ABC):
     async def top_logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray], top: int
     ) -> list[TopLogprobs]:
-        """`logprobs`, with those of the `top` most probable tokens at each position. Raises EngineError."""
+        """`logprobs`, with the `top` most probable tokens at each position. Raises EngineError."""
         raise EngineError(f"the model in {self.folder} scores only given tokens (distillation.top_k: {top})")
 
 
@@ -228,7 +224,7 @@ def seed_of_role(seed: int, role: str) -> int:
 class Stepped:
     metrics: dict[str, float]
     logprobs: list[FloatArray]
-    """float32 [T] per datum, of its targets before the step. Empty if not returned."""
+    """float32 [T] per datum: its targets before the step. Empty if not returned."""
 
 
 # Tinker's betas with torch's epsilon: with Tinker's 1e-12, rounding decides where a gradient is almost 0.
@@ -245,8 +241,7 @@ async def optimizer_step(
     learning_rate: float,
     computed: tinker.ForwardBackwardOutput | None = None,
 ) -> Stepped:
-    """Take one AdamW step on the summed loss of `datums`. `computed`: their `forward_backward` output, if
-    any."""
+    """Take one AdamW step on the summed loss. `computed`: the datums' `forward_backward` output, if any."""
     # Send both calls before awaiting either: a service runs them in order.
     forward = None if computed else client.forward_backward(datums, loss_fn, loss_config)
     optim = client.optim_step(
@@ -274,13 +269,13 @@ def skipped_note(step: int, metrics: Mapping[str, float]) -> str:
 
 
 STEP_GRACE_S = 2.0
-"""Time for a stopped run to finish and save its step."""
+"""For a stopped run to finish and save its step."""
 
 ResultT = TypeVar("ResultT")
 
 
 async def finish_despite_cancel(work: Coroutine[Any, Any, ResultT], *, within_s: float) -> ResultT:
-    """Await `work`. A cancellation takes effect after `within_s`, if `work` has not finished."""
+    """A cancellation takes effect after `within_s`, if `work` has not finished."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)

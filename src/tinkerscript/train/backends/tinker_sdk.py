@@ -1,7 +1,7 @@
 """Differences between versions of Tinker's SDK (0.24 to 0.38), and between servers.
 
-Features are detected, not compared by version. The SDK's errors become EngineErrors, including ValueError
-or AssertionError for an unexpected reply.
+Features are detected, not compared by version. The SDK's errors become EngineErrors, including ValueError or
+AssertionError for an unexpected reply.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def connect(base_url: str) -> tinker.ServiceClient:
 async def capabilities(
     service: tinker.ServiceClient, base_url: str
 ) -> tinker.types.GetServerCapabilitiesResponse:
-    """From the session's client up to 0.36, from the REST client since."""
+    """From the session's client up to 0.36, then from the REST client."""
     rest_client: Any = getattr(tinker, "RestClient", None)
     if hasattr(rest_client, "get_server_capabilities"):
         rest = await asyncio.to_thread(rest_client, base_url=base_url or None)
@@ -67,7 +67,7 @@ async def capabilities(
 async def new_client(owner: object, method: str, *args: object, **options: object) -> Any:
     """Call `owner.method(...)` without blocking.
 
-    Up to 0.36 only `METHOD_async` does not block. Since 0.38 it is deprecated, and the method returns a
+    Up to 0.36, only `METHOD_async` does not block. Since 0.38 it is deprecated, and the method returns a
     future or a result.
     """
     call = getattr(owner, f"{method}_async", None)
@@ -104,7 +104,7 @@ def lacks_of_sdk() -> list[str]:
 
 
 async def lacks_of_server(base_url: str) -> list[str]:
-    """What the server lacks by its `openapi.json`. Raises EngineError if nothing answers."""
+    """What `openapi.json` lacks. Raises EngineError if nothing answers."""
     try:
         async with httpx.AsyncClient(timeout=DESCRIPTION_TIMEOUT_S) as client:
             response = await client.get(f"{base_url.rstrip('/')}/openapi.json")

@@ -53,7 +53,7 @@ T = TypeVar("T")
 SERVICE_RANK = 32
 
 TINKER_PATH = "tinker://"
-# Marks paths of weights saved for sampling. Other paths contain `/weights/`.
+# Marks weights saved for sampling. Other paths contain `/weights/`.
 SAMPLER_WEIGHTS = "/sampler_weights/"
 
 SERVICE_KEY_VARIABLE = "TINKER_API_KEY"
@@ -197,7 +197,7 @@ class TinkerBackend(TrainerBackend):
         elif SAMPLER_WEIGHTS in path:
             client = await self._asked(self.service, "create_sampling_client", model_path=path)
         else:
-            # The service samples only from a run's weights, so a checkpoint needs a run.
+            # The service samples only from a run's weights.
             client = await self._asked(await self._from_state(path), SAMPLING_CLIENT)
         name = await self._asked(client, "get_base_model") if model else self.model
         # The Hub has another model's tokenizer under the service's name for it.
@@ -267,7 +267,7 @@ class TinkerFrozenModel(FrozenModel):
 
 @dataclass
 class SlowCallNotifier:
-    """Awaits a service's calls, and sends `note` a message when one takes long."""
+    """Awaits a service's calls, and notes slow ones."""
 
     service: str
     note: Callable[[str], None]
@@ -336,7 +336,7 @@ class NotifyingClient:
 
 
 def _path_at_service(model: str) -> str:
-    """`model` as a tinker:// path, or empty. It may be a checkpoint's folder."""
+    """`model`, or the checkpoint in its folder, as a tinker:// path; else empty."""
     is_checkpoint = bool(model) and (Path(model).expanduser() / POINTER).is_file()
     return _path_of_checkpoint(model) if is_checkpoint or model.startswith(TINKER_PATH) else ""
 
@@ -364,7 +364,7 @@ async def _lacks(base_url: str) -> list[str]:
 
 
 async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwardOutput:
-    """The output with `loss:sum`, from SkyRL's token losses if necessary. Raises EngineError without
+    """The output with `loss:sum`, if necessary from SkyRL's token losses. Raises EngineError without
     either."""
     found = await output
     if "loss:sum" in found.metrics:
@@ -377,7 +377,7 @@ async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.
 
 
 def after_the_first(row: Sequence[float | None], length: int) -> FloatArray:
-    """A prompt's logprobs as float32 [length]. For the first, Tinker has a placeholder and SkyRL nothing."""
+    """A prompt's logprobs as float32 [length]. For the first, Tinker has a placeholder, SkyRL nothing."""
     if len(row) not in (length, length - 1):
         raise EngineError(f"compute_logprobs returned {len(row)} values for a prompt of {length} tokens")
     return np.array([0.0, *row[len(row) - length + 1 :]], dtype=np.float32)
@@ -386,7 +386,7 @@ def after_the_first(row: Sequence[float | None], length: int) -> FloatArray:
 async def _limits(
     service: tinker.ServiceClient, config: EngineConfig, own: int, notifier: SlowCallNotifier
 ) -> tuple[str, int]:
-    """The model's name at the service, and its context length, at most `own`. Raises ConfigError."""
+    """The model's name there, and its context length, at most `own`. Raises ConfigError."""
     asked = sdk.capabilities(service, config.base_url)
     capabilities = await notifier.wait(asked, "get_server_capabilities")
     models = {model.model_name: model for model in capabilities.supported_models if model.model_name}

@@ -1,1 +1,1 @@
-"""vLLM replicas that sample for a run. Each version of its weights is published to them and proved."""
+"""vLLM replicas that sample for a run, and the proof of the versions that they load."""

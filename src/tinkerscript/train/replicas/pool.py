@@ -1,7 +1,7 @@
-"""`ReplicaPool`: publishes each version of the weights to all replicas, and routes every model call to one.
+"""`ReplicaPool`: publishes each version of the weights to all replicas, and routes model calls to them.
 
-An episode stays with one replica, which has cached its earlier turns. A new or returning replica samples
-once it has the live versions, and has shown that adapters act on every kind of module.
+An episode stays with one replica, which has cached its earlier turns. A new or returning replica samples once
+it has the live versions, and has shown that adapters act on every kind of module.
 
 Invariants: a single version samples a call. A replica samples only from versions that it loaded by their
 files' digest and did not fail to prove. Unanswered calls of a lost replica are repeated elsewhere.
@@ -35,7 +35,7 @@ from tinkerscript.train.replicas.replica import LostError, Replica
 PINS = 100_000
 """Remembered episodes; the one with the oldest call is forgotten first."""
 
-# A version is proved on the next-token logprobs after this many recent prompts.
+# A version is proved on the logprobs after this many recent prompts.
 RECENT_PROMPTS = 32
 PROOF_TOKENS = 512
 
@@ -45,7 +45,7 @@ LOAD_S = 1800.0
 """To load the model. A replica's death is noticed at once."""
 
 PROVE_S = 120.0
-"""To load and prove a version, before the replica is lost."""
+"""To load and prove a version, or else the replica is lost."""
 
 HANG_S = 60.0
 """A replica with requests hangs if it samples nothing for this long."""
@@ -138,7 +138,7 @@ class ReplicaPool(Sampler):
         return self.load_s if self.config.launch.replicas else self.config.start_timeout_s
 
     async def failed(self) -> NoReturn:
-        """Never returns. Raises what breaks the pool itself."""
+        """Never returns. Raises what breaks the pool."""
         await asyncio.shield(self._failure)
         raise AssertionError("a pool has no result")
 
@@ -304,7 +304,7 @@ class ReplicaPool(Sampler):
         shutil.rmtree(published.folder)
 
     async def _some_replica(self, published: Published) -> None:
-        """Wait for a replica with the version. Raises EngineError if there is none in time."""
+        """Raises EngineError if no replica gets the version in time."""
         try:
             await self._least_loaded(
                 asyncio.get_running_loop().time() + self._limit, version=published.version
@@ -315,7 +315,7 @@ class ReplicaPool(Sampler):
     # Sharing devices with the trainer
 
     async def sleep(self) -> None:
-        """Make the replicas release their memory. Calls wait until `wake`.
+        """Make replicas release their memory. Calls wait until `wake`.
 
         Replicas that do not serve yet are killed, and may restart after `wake`.
         """
@@ -484,7 +484,7 @@ class ReplicaPool(Sampler):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._failure.done():
-            self._failure.exception()  # Retrieved, so that asyncio does not log it.
+            self._failure.exception()  # Keeps asyncio from logging it.
         await asyncio.gather(*(replica.aclose() for replica in self.replicas))
 
 

@@ -1,11 +1,11 @@
 """Judges from logprobs whether a replica samples from the weights that it was given.
 
-Two versions of an adapter differ by less than a bfloat16 replica's rounding noise, so comparing values
-proves nothing. Instead, over many tokens, the replica's changes between versions are regressed on the
-trainer's. The slope is near 1 for the newer version and near 0 for the older one, whatever constant
-differences their kernels have. The standard error is a jackknife over positions, because errors at one
-position are correlated. With a float32 trainer the changes must also match up to noise, because a few old
-weights leave the slope near 1.
+Two versions of an adapter differ by less than a bfloat16 replica's rounding noise, so comparing values proves
+nothing. Instead, the replica's changes between versions are regressed on the trainer's, over many tokens. The
+slope is near 1 for the newer version and near 0 for the older one, whatever constant differences their
+kernels have. The standard error is a jackknife over positions, because errors at one position are correlated.
+With a float32 trainer the changes must also match up to noise, because a few old weights leave the slope near
+1.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from tinkerscript.rollouts.call import FloatArray
 Verdict = Literal["proved", "refused", "undecidable", "unchanged"]
 """`unchanged`: the trainer's logprobs are equal under both versions."""
 
-# A slope closer to 1 than this means the newer version, and any other slope another version, if it is this
-# many standard errors away from the border.
+# A slope within this of 1 means the newer version, any other slope another version, if it is this many
+# standard errors away from the border.
 FROM_ONE = 0.5
 STANDARD_ERRORS = 3.0
 
 # How much of a change may be missing, as a root mean square: this share of it, plus this multiple of the
-# difference between replica and trainer for the older version. Beyond that, part of the newer version is
-# missing.
+# difference between replica and trainer for the older version.
 PARTLY, TIMES_NOISE = 0.05, 4.0
 
 # Replicas clip lower logprobs.
@@ -60,7 +59,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Logprobs of the same tokens under two versions, one array [N] per position."""
+    """Logprobs of the same tokens under two versions, [N] per position."""
 
     older: Sequence[FloatArray]
     newer: Sequence[FloatArray]

@@ -1,7 +1,7 @@
 """`ReplicaPublisher`: vLLM replicas sample the weights that the embedded engine trains.
 
-A version is in `adapters/policy-<run>-<version>-<digest>` in the run's folder: an adapter, or all weights
-if all train. Its files never change.
+A version is in `adapters/policy-<run>-<version>-<digest>` in the run's folder: an adapter, or all weights if
+all train. Its files never change.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ async def open_replicas(
 def _launched(
     planned: Sequence[PlannedProcess], config: RunConfig, *, model: Path, folder: Path, adapters: str
 ) -> dict[Replica, Child]:
-    """`adapters`: folder or URL of what the run publishes. The processes have not started."""
+    """`adapters`: folder or URL of the adapters. The processes have not started."""
     key = secrets.token_hex(16)
     inference = config.inference.model_copy(update={"model": REPLICA_MODEL})
     values: dict[str, str] = {Slot.MODEL: str(model), Slot.ADAPTERS: adapters, Slot.KEY: key}

@@ -45,7 +45,7 @@ class Replica:
     api_key: str = ""
     timeout_s: float = field(kw_only=True)
     is_launched: bool = False
-    """Whether the run starts it. `move` then says where it is."""
+    """Whether the run starts it; `move` then says where it is."""
 
     adapters: bool = True
 
@@ -152,7 +152,7 @@ class Replica:
         self._weights = name
 
     async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
-        """The most likely next ids after each prompt (int32 [P]) with logprobs. Raises GatewayError."""
+        """The likeliest next ids after each prompt (int32 [P]) with logprobs. Raises GatewayError."""
         name = folder.name
 
         async def one(ids: IntArray) -> dict[int, float]:
@@ -176,7 +176,7 @@ class Replica:
     async def sample(self, request: SampleRequest, version: int, *, is_held: bool = False) -> SampleResult:
         """Raises LostError, and GatewayError as `RemoteSampler.sample` does: 503 for other weights.
 
-        `cut` leaves the call alone if it `is_held`.
+        `cut` leaves `is_held` calls alone.
         """
         sampler = self._samplers.get(version)
         if sampler is None:
@@ -204,8 +204,8 @@ class Replica:
                 sampler.cut()
 
     async def _interrupt(self, samplers: Mapping[int, RemoteSampler]) -> None:
-        """End running calls while the server has their weights: with partial samples if they can continue,
-        else by LostError."""
+        """End running calls with partial samples if they can continue, else by LostError. The server must
+        still have their weights."""
         if self._text is not None:
             for sampler in samplers.values():
                 sampler.cut()
