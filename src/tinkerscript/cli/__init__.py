@@ -1,7 +1,4 @@
-"""The command line: `tinkerscript COMMAND`.
-
-This package owns the options, `commands` the implementations. `conventions` has what all commands share.
-"""
+"""The command line. This package owns the options, `commands` the implementations."""
 
 from __future__ import annotations
 

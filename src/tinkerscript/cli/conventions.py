@@ -1,8 +1,7 @@
 """Options and error handling that all commands share.
 
 An error is one line, with exit code 2, or 1 if a restart may help. Modules of this package import nothing
-heavier than typer, and commands import what they run, for a fast `--help` and a small base install. The error
-for a missing package names its extra.
+heavier than typer, and commands import what they run, for a fast `--help` and a small base install.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CANNOT_RUN = 2
-"""The user must change something; a supervisor does not restart us."""
+"""A supervisor does not restart us: the user must change something."""
 
 
 def checked_server(value: str) -> str:
-    """Return a server's URL, given that or its run's folder."""
+    """`value`: a server's URL or its run's folder."""
     from tinkerscript.client.settings import checked_url, local_server_url, url_of_run
 
     try:

@@ -45,7 +45,7 @@ SERVICE = "tinkerscript"
 
 
 async def evaluate_command(options: EvalOptions, console: Console) -> int:
-    """Run the eval and print its scores. Returns 1 if anything failed, otherwise 0.
+    """Returns 1 if anything failed, otherwise 0.
 
     Raises ServerUnreachableError, and ConfigError for an unusable task or checkpoint.
     """
@@ -59,7 +59,7 @@ async def evaluate_command(options: EvalOptions, console: Console) -> int:
 
 
 async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
-    """Run the eval of an Inspect task. Raises like `evaluate_command`."""
+    """For an Inspect task. Raises like `evaluate_command`."""
     info, roles = _task(options), _roles(options.model_roles)
     os.environ.setdefault("INSPECT_DISPLAY", "rich" if console.is_terminal else "none")
     display_type()  # Inspect must read the variable now; eval_async would use plain lines.
@@ -105,7 +105,7 @@ def _roles(names: Mapping[str, Any]) -> dict[str, str | Model | list[str | Model
             raise ConfigError(f"--model-roles: the model of {role!r} must be a name, got {json.dumps(name)}")
         try:
             models[role] = get_model(name)
-        except Exception as error:  # Inspect raises many kinds: unknown provider, missing package or key.
+        except Exception as error:  # Unknown provider, missing package or key, and more.
             raise ConfigError(f"--model-roles: {role!r}: {name!r} cannot be used: {_plain(error)}") from error
     return models
 
@@ -167,8 +167,8 @@ class EvalOptions:
     api_key: str = "none"
     task_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     model_roles: Mapping[str, str] = field(default_factory=dict[str, str])
-    limit: int | None = None  # Of samples.
-    epochs: int | None = None  # None keeps the task's setting.
+    limit: int | None = None  # Samples.
+    epochs: int | None = None  # None: the task's setting.
     temperature: float | None = None
     max_tokens: int | None = None
     max_connections: int = 32
@@ -178,7 +178,7 @@ class EvalOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelEndpoint:
-    url: str  # For OpenAI clients.
+    url: str
     supervisor: Supervisor | None = None  # Set if this eval started the server.
 
     async def failed(self) -> None:
@@ -190,7 +190,7 @@ class ModelEndpoint:
 
 @asynccontextmanager
 async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerator[ModelEndpoint]:
-    """Use the running server, or start one for the checkpoint. Raises ConfigError."""
+    """The running server's, or a new one's for the checkpoint. Raises ConfigError."""
     if (options.checkpoint is None) == (not options.server):
         raise ConfigError("give either --checkpoint FOLDER or --server URL")
     if options.checkpoint is None:
@@ -201,7 +201,7 @@ async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerat
 
 
 async def model_name(url: str, options: EvalOptions) -> str:
-    """Return the endpoint's first model.
+    """The endpoint's first model.
 
     Raises ServerUnreachableError, or ConfigError if the endpoint refuses.
     """

@@ -1,4 +1,4 @@
-"""`tinkerscript lr-find` prints how far one step moves the policy at each learning rate, and suggests one."""
+"""`tinkerscript lr-find` prints how far one step moves the policy at each learning rate."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from tinkerscript.train.samples import TaskSamples
 
 ASSUMED_PROMPT_TOKENS = 1024
-"""Used when clients register the samples."""
+"""When clients register the samples."""
 
-TEMPLATE_TOKENS = 64  # Approximate length of a chat template.
+TEMPLATE_TOKENS = 64  # Approximate.
 
 MEASURED_SAMPLES = 200
 
@@ -163,10 +163,7 @@ def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
 
 
 def _frozen(config: RunConfig) -> list[str]:
-    """Describe frozen roles' memory, counting each base model once.
-
-    Raises ConfigError for a missing model.
-    """
+    """Counts each base model once. Raises ConfigError for a missing model."""
     from transformers import AutoConfig
 
     from tinkerscript.engine.memory import frozen_memory
@@ -189,7 +186,7 @@ def _frozen(config: RunConfig) -> list[str]:
 
 
 def _dtype(engine: EngineConfig) -> torch.dtype:
-    """Guess the type of matrix products without access to the device."""
+    """Guess without access to the device."""
     import torch
 
     from tinkerscript.engine.context import compute_dtype
@@ -258,7 +255,7 @@ def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> 
 
 
 def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
-    """Return what cannot fit whatever the batch, or ""."""
+    """Empty if the smallest batch fits."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine
@@ -282,7 +279,7 @@ def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
 
 
 def _too_much(config: RunConfig, memory: Memory) -> str:
-    """Return what the largest batches would exceed, or ""."""
+    """Empty if the largest batches fit."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine

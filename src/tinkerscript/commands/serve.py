@@ -56,10 +56,7 @@ class Served:
 
 
 def served_config(folder: Path, host: str, port: Port) -> RunConfig:
-    """Return a config in which only the context length limits replies.
-
-    Raises ConfigError for a model without one.
-    """
+    """Only the context length limits replies. Raises ConfigError for a model without one."""
     return RunConfig(
         engine=EngineConfig(model=str(folder.absolute())),
         interchange_server=InterchangeConfig(interchange_server_host=host, interchange_server_port=port),
@@ -123,7 +120,7 @@ async def serve_checkpoint(checkpoint: str, host: str, port: Port, console: Cons
 async def serve_run(
     path: Path | None, resume: Path | None, console: Console, overrides: list[str] | None = None
 ) -> int:
-    """Serve a new run or, with `resume`, an existing one, until cancelled. Raises ConfigError."""
+    """Serve a new run, or the existing run `resume`, until cancelled. Raises ConfigError."""
     if (path is None) == (resume is None):
         raise ConfigError("give exactly one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
     resume = resume and resolve_link(resume)

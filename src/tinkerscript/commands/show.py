@@ -40,11 +40,8 @@ EPISODES_NAMED = 5  # In the error for an unknown one.
 
 
 def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as_json: bool = False) -> int:
-    """Print a run, an episode, or a reply of the page's API.
-
-    `what` is the prefix of an episode's uuid, or a path such as `/steps/3`. Raises ConfigError, and
-    NotRecordedError for what a run lacks.
-    """
+    """`what`: the beginning of an episode's uuid, or a path such as `/steps/3`. Raises ConfigError, and
+    NotRecordedError for what a run lacks."""
     if not console.is_terminal:
         console.width = max(console.width, PIPE_COLUMNS)
     runs = runs_in(root)
@@ -87,7 +84,7 @@ def _answer(root: Path, path: str) -> str:
 
 
 def runs_in(root: Path) -> dict[str, Path]:
-    """Return folders by name. Raises ConfigError with what exists instead."""
+    """Folders by name. Raises ConfigError with what exists instead."""
     if not root.exists():
         there = sorted(path.name for path in root.parent.glob("*") if path.is_dir())[-5:]
         where = "this folder" if root.parent == Path() else root.parent
@@ -114,7 +111,7 @@ def say(console: Console, text: str | Text, style: str = "") -> None:
 
 
 def health_lines(rows: Sequence[HealthRow]) -> list[Text]:
-    """Format bad rows, worst first."""
+    """Worst first."""
     return [
         Text(f"look at: {row.line()}", HEALTH_STYLES[row.kind])
         for kind in ("bad", "warn")
@@ -128,7 +125,7 @@ def _number(value: float | None, text: str = "{:.3f}") -> str:
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """Make a table. `>` before a title right-aligns its column."""
+    """`>` before a title right-aligns its column."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=not titles[-1].startswith(">"))
     for title in titles:
         numbers = title.startswith(">")

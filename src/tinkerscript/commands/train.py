@@ -46,7 +46,7 @@ from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there
 
 Train = Callable[[ProgressReporter, Path | None], Coroutine[Any, Any, object]]
-"""Trains, resuming or joining the given folder."""
+"""Trains, resuming or joining the folder."""
 
 
 WORSE = 3
@@ -65,7 +65,7 @@ async def train_command(
     join: Path | None,
     opens: bool = False,
 ) -> int:
-    """Train, print the results, and return 0, 1 if episodes were lost, or `WORSE`.
+    """Returns 0, 1 if episodes were lost, or `WORSE`.
 
     `resume` is the folder of a run to resume, `join` that of a running server. Raises ConfigError.
     """
@@ -107,7 +107,7 @@ async def train_command(
 
 
 def resumed(name: str | None, console: Console) -> Path | None:
-    """Return the folder, downloaded if `name` is a URL. Raises ConfigError."""
+    """The folder, downloaded if `name` is a URL. Raises ConfigError."""
     if name is None or not is_url(name):
         return None if name is None else Path(name)
     RUNS.mkdir(exist_ok=True)
@@ -116,7 +116,7 @@ def resumed(name: str | None, console: Console) -> Path | None:
 
 
 async def _copy_rest(config: RunConfig, folder: Path, console: Console) -> None:
-    """Copy what the run failed to copy to its URL. Raises ConfigError and UploadError."""
+    """Raises ConfigError and UploadError."""
     if is_url(config.experiment_dir):
         async with Uploads(folder, config.experiment_dir, partial(_print, console)) as uploads:
             await uploads.finish()
@@ -132,7 +132,7 @@ async def _train(
     join: bool,
     again: str,
 ) -> None:
-    """Train a run. `again` is the command that resumes it."""
+    """`again`: the command that resumes the run."""
     with progress.waiting("torch, transformers and Inspect to load"):
         train = _import_training(config, join, on_page)
         check_fits(config, folder, progress.note)
@@ -157,7 +157,7 @@ def _page_shower(progress: LineReporter | TableReporter, *, opens: bool) -> Call
 
 
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
-    """Return whether a launcher such as torchrun started us as a rank above 0.
+    """Whether a launcher such as torchrun started us as a rank above 0.
 
     Raises ConfigError if it did not start one process per device.
     """
@@ -176,7 +176,6 @@ def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None,
 
 
 def follow_command() -> None:
-    """Work as a rank above 0 until the engine ends."""
     with without_garbage_collection():
         from tinkerscript.engine.distributed import follow
 
@@ -186,7 +185,7 @@ def follow_command() -> None:
 def open_run(
     path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None
 ) -> tuple[RunConfig, Path]:
-    """Return the config and folder of a new, resumed or joining run. Raises ConfigError."""
+    """Config and folder of a new, resumed or joining run. Raises ConfigError."""
     if resume is not None:
         if path is not None or join is not None:
             raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")
@@ -219,7 +218,7 @@ def _pinned(config: RunConfig, console: Console) -> RunConfig:
 
 
 def _joining(config: RunConfig, folder: Path) -> RunConfig:
-    """Take the server's section. Raises ConfigError for another model."""
+    """Raises ConfigError for another model."""
     server = load_config(folder / "config.yaml")
     if not same_model(config.engine.model, server.engine.model):
         raise ConfigError(
@@ -268,7 +267,7 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def report(console: Console, config: RunConfig, folder: Path) -> int:
-    """Print the results and return the exit code."""
+    """Returns the exit code."""
     summary = _summary(folder)
     print_summary(console, summary, folder)
     store = config.interchange_server.store
@@ -301,7 +300,6 @@ def report(console: Console, config: RunConfig, folder: Path) -> int:
 
 
 def _use(config: RunConfig, folder: Path, best: BestScore | None) -> str:
-    """Suggest what to do with the final or best model."""
     checkpoint = folder / "checkpoints" / "final"
     if best is not None:
         checkpoint = folder / "checkpoints" / f"step_{best.step:04d}"

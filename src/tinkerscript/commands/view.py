@@ -1,4 +1,4 @@
-"""`tinkerscript view` serves the page of a run, or of all runs in a folder. Runs start it too."""
+"""`tinkerscript view` serves the page of a run, or of all runs in a folder."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.page.web_app import create_page
 
 NICENESS = 10
-"""Lets a run on this machine go first."""
+"""A run on this machine goes first."""
 
 PAGE_GRACE_S = 1
-"""Seconds for open requests, such as event streams."""
+"""For open requests, such as event streams."""
 
 
 async def view_command(
@@ -50,7 +50,7 @@ async def view_command(
 
 
 async def serve_page(root: Path, listener: socket.socket, *, certificate: str = "", key: str = "") -> int:
-    """Serve the page until cancelled. The admin token comes from the environment."""
+    """The admin token comes from the environment."""
     section = InterchangeConfig(
         tls_certificate=certificate, tls_key=key, trusted_proxies=["127.0.0.1", "::1"]
     )

@@ -22,15 +22,11 @@ def plain(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Join all words with single spaces, and escape as `plain` does."""
     return plain(" ".join(text.split()))
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap lines between words; a longer word stays whole.
-
-    A command gets a backslash at each break, so it can be copied.
-    """
+    """Wrap between words; a longer word stays whole. Commands get a backslash at each break, for copying."""
     return "\n".join(piece for line in text.split("\n") for piece in _wrapped_line(line, width))
 
 
@@ -45,7 +41,7 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def _filled(label: str, words: list[str], indent: str, width: int) -> list[str]:
-    """Fill lines with words that carry their leading space."""
+    """Words carry their leading space."""
     lines = [label + words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(word) <= width:
@@ -56,5 +52,5 @@ def _filled(label: str, words: list[str], indent: str, width: int) -> list[str]:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Format as `1 claim` or `1,200 claims`."""
+    """`1 claim` or `1,200 claims`."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"

@@ -21,8 +21,7 @@ NLL_CURVE = Curve("train/nll", "training nll", "held_out/nll", "held-out nll", "
 
 
 def draw_learning_curve(metrics_file: Path, target: Path, curve: Curve = REWARD_CURVE) -> None:
-    """Plot the training and the held-out metric as a PNG."""
-    # Importing matplotlib takes a second.
+    # Matplotlib takes a second to import.
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -1,7 +1,4 @@
-"""`ProgressReporter` is the interface through which a run reports to people.
-
-`testing.QuietReporter` is its fake.
-"""
+"""`ProgressReporter`: how a run reports to people. `testing.QuietReporter` is its fake."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 class PendingEvaluation(NamedTuple):
     label: str
-    step: int  # The step that produced its weights.
-    done: int  # Finished episodes.
+    step: int  # Of its weights.
+    done: int  # Episodes.
     total: int
 
 
@@ -25,7 +22,7 @@ class Phase(Protocol):
 class ProgressReporter(ABC):
     @abstractmethod
     def begin(self, steps: int, *, done: int = 0) -> None:
-        """Announce `steps` training steps, of which `done` are done."""
+        """`done` of the `steps` are done."""
 
     @abstractmethod
     def waiting(self, what: str) -> AbstractContextManager[None]:
@@ -33,7 +30,7 @@ class ProgressReporter(ABC):
 
     @abstractmethod
     def phase(self, label: str, *, total: int) -> AbstractContextManager[Phase]:
-        """Report a batch of `total` episodes until the context exits."""
+        """Report a batch until the context exits."""
 
     @abstractmethod
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -42,7 +39,7 @@ class ProgressReporter(ABC):
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None: ...
 
     def pending(self, evaluations: Sequence[PendingEvaluation]) -> None:  # noqa: B027 (most show phases)
-        """Show evaluations that have begun and not ended."""
+        """Evaluations that have begun and not ended."""
 
     @abstractmethod
     def note(self, message: str) -> None:
@@ -52,8 +49,8 @@ class ProgressReporter(ABC):
 def time_left_s(steps: int, first: tuple[int, float], last: tuple[int, float], now: float) -> float | None:
     """Estimate the seconds until the last of `steps` steps ends.
 
-    `first` and `last` are steps with their end times. Returns None after the last step, and when a step takes
-    more than twice the usual time.
+    `first` and `last` are steps with their end times. None after the last step, and when a step takes more
+    than twice the usual time.
     """
     pace = (last[1] - first[1]) / (last[0] - first[0])
     passed, later = now - last[1], steps - last[0] - 1
@@ -62,7 +59,7 @@ def time_left_s(steps: int, first: tuple[int, float], last: tuple[int, float], n
 
 
 def rate_text(per_s: float) -> str:
-    """Format as 0.3, 1.4 or 84."""
+    """0.3, 1.4 or 84."""
     return f"{per_s:.2g}" if per_s < 9.95 else f"{per_s:.0f}"
 
 

@@ -14,7 +14,7 @@ from tinkerscript.dashboard import one_line
 from tinkerscript.dashboard.progress import rate_text, role_rewards, time_left_s
 
 STEPS_SHOWN = 5
-PACE_STEPS = 20  # The pace is measured over these.
+PACE_STEPS = 20  # To measure the pace.
 
 BAR, GAP = 24, 2
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -28,14 +28,14 @@ Part = tuple[str, str]
 
 
 def short_time(seconds: float) -> str:
-    """Format as 0.02 s, 12.3 s, 4:05 min or 1:02 h."""
+    """0.02 s, 12.3 s, 4:05 min or 1:02 h."""
     if seconds < 99.95:
         return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
     return _clock_time(seconds)
 
 
 def whole_time(seconds: float) -> str:
-    """Format as 12 s, 4:05 min or 1:02 h."""
+    """12 s, 4:05 min or 1:02 h."""
     return f"{int(seconds)} s" if seconds < 60 else _clock_time(seconds)
 
 
@@ -46,7 +46,7 @@ def _clock_time(seconds: float) -> str:
 
 @dataclass
 class TableRow:
-    """A step. Step 0 is everything before the first."""
+    """Step 0 is everything before the first."""
 
     step: int
     metrics: dict[str, float] = field(default_factory=dict[str, float])
@@ -70,7 +70,7 @@ def _train(metrics: Metrics) -> str:
 @dataclass(frozen=True)
 class Column:
     title: str
-    needs: str  # Without it the cell is empty.
+    needs: str  # Otherwise the cell is empty.
     text: Callable[[Metrics], str]
     rank: int  # On a narrow screen, the highest goes first.
 
@@ -103,17 +103,14 @@ HELD_OUT_RANK = 0
 
 
 class RunTable:
-    """The state of a run, and its text.
-
-    Callers must lock it: the run updates it on one thread and `frame` runs on another.
-    """
+    """Callers must lock it: the run updates it on one thread and `frame` runs on another."""
 
     def __init__(self, began: float) -> None:
         """`began` uses the clock of `frame`."""
         self.began = began
         self.steps = 0
         self.page = ""
-        self.waits: list[tuple[str, float]] = []  # The last is the innermost.
+        self.waits: list[tuple[str, float]] = []  # Innermost last.
         self.batch: tuple[str, int, int] | None = None
         """Label, finished episodes, size (0 if unknown)."""
 
@@ -159,7 +156,7 @@ class RunTable:
             self._scores.append((label, score))
 
     def frame(self, columns: int, rows: int, now: float) -> list[Text]:
-        """Fill a screen of `columns` by `rows`. The least important lines go first."""
+        """Fill a screen. The least important lines go first."""
         head, room = [self._heading(columns, now), self._activity(now)], rows - 3
         table, facts = self._table(columns - 1), self._facts(columns - 1)
         if len(table) + len(facts) + 2 <= room:
@@ -171,7 +168,7 @@ class RunTable:
         return _cut(lines, columns)
 
     def last_frame(self, columns: int) -> list[Text]:
-        """Return the last steps and the run's problems, to leave on the screen."""
+        """The last steps and the run's problems, to leave on the screen."""
         problems, table = self._problems().items(), self._table(columns - 1)
         facts = [line for label, parts in problems for line in _lines(label, parts, columns - 1)]
         return _cut([Text(), *table, Text(), *facts, Text()], columns) if table else []
@@ -296,7 +293,7 @@ def _width(column: tuple[int, int, str, list[str]]) -> int:
 
 
 def sparkline(values: list[float]) -> str:
-    """Draw values as bars, averaging neighbors if there are too many."""
+    """Averages neighbors if there are too many."""
     cells = min(SPARKLINE, len(values))
     edges = [round(at * len(values) / cells) for at in range(cells + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]

@@ -30,7 +30,7 @@ def shown_progress(console: Console) -> Generator[LineReporter | TableReporter]:
 
 
 def open_in_browser(url: str, note: Callable[[str], object]) -> None:
-    """Open `url` without blocking. Call `note` if no browser is found."""
+    """Does not block. Calls `note` if no browser is found."""
 
     def work() -> None:
         if not webbrowser.open(url):
@@ -102,12 +102,12 @@ def _role_rows(role: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-REPORT_WAIT_AFTER_S = 2.0  # Before a wait is reported.
+REPORT_WAIT_AFTER_S = 2.0
 
-REPORT_PROGRESS_AFTER_S = 10.0  # Before a batch's progress is reported.
+REPORT_PROGRESS_AFTER_S = 10.0
 
 REPORT_AGAIN_AFTER_S = 60.0
-"""A run's first wait is also reported this late, so the page's address comes first."""
+"""Also delays a run's first wait, so the page's address comes first."""
 
 SHOWN_METRICS: dict[str, Callable[[float], str]] = {
     "reward/mean": "reward {:.3f}".format,
@@ -194,8 +194,6 @@ ASCII = str.maketrans("━─±→…▁▂▃▄▅▆▇█", "=-~>~..:-=+*#")
 
 
 class TableReporter(ProgressReporter, Phase):
-    """Shows a live table while `opened` is active."""
-
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock

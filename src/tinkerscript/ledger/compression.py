@@ -1,9 +1,8 @@
-"""Compression of a ledger's calls, tokens and transcripts with zstd: `Packer` compresses, `unpacked` reads.
+"""Zstd compression of a ledger's calls, tokens and transcripts.
 
 The blobs of a table resemble each other, so the first small ones train a dictionary, which shrinks later ones
-to a half or a third. A frame names its dictionary by id.
-
-Invariant: a dictionary is committed before the first frame that names it, or with it, and it stays.
+to a half or a third. A frame names its dictionary by id. A dictionary is committed before the first frame
+that names it, or with it, and it stays.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import zstandard
 
-# Without a dictionary, smaller calls barely compress: they are mostly ids and logprobs.
+# Smaller calls barely compress without a dictionary: they are mostly ids and logprobs.
 PAYS_FROM = 1024
 
 # Larger blobs repeat themselves enough, and at the higher level would occupy the event loop.
@@ -27,14 +26,14 @@ LEVELS = {"transcripts": 7}  # Text, once per claim: 45 us of 6 kB, and 10% smal
 # A few bytes of a stranger's ledger could expand to gigabytes.
 MAX_CALL_BYTES = 256 * 2**20
 
-# The facts with the dictionaries, as `dictionary/TABLE/ID`.
+# Dictionaries are facts, as `dictionary/TABLE/ID`.
 DICTIONARIES = "SELECT name, value FROM {s}facts WHERE name LIKE 'dictionary/%'"
 
 _compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
 
 
 class Dictionaries(dict[int, zstandard.ZstdCompressionDict]):
-    """Dictionaries by id, read from the ledger when a frame names an unknown one."""
+    """Dictionaries by id. The ledger is read when a frame names an unknown one."""
 
     def __init__(self, read: Callable[[], Iterable[bytes]]) -> None:
         self._read = read
@@ -56,17 +55,16 @@ NO_DICTIONARIES = Dictionaries(lambda: ())
 
 
 class Packer:
-    """Compresses what a process writes. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(self, train: Callable[[str, list[bytes]], None]) -> None:
-        """`train` gets a table without a dictionary and its first `DICTIONARY_BLOBS` small blobs, once."""
+        """`train` gets, once per table without a dictionary, its first `DICTIONARY_BLOBS` small blobs."""
         self.dictionaries = Dictionaries(lambda: ())
         self._train = train
         self._samples: dict[str, list[bytes]] = {}
         self._compressors: dict[str, zstandard.ZstdCompressor] = {}
 
     def use(self, table: str, content: bytes) -> None:
-        """Compress with this dictionary, which the ledger has."""
         dictionary, level = self.dictionaries.add(content), LEVELS.get(table, ZSTD_LEVEL)
         self._compressors[table] = zstandard.ZstdCompressor(level=level, dict_data=dictionary)
 
@@ -90,8 +88,7 @@ class Packer:
 
 
 def trained(samples: list[bytes]) -> bytes:
-    """Return a dictionary, or nothing if the samples are too few bytes for one. Takes tens of milliseconds,
-    without the interpreter's lock."""
+    """Empty if the samples have too few bytes. Takes tens of milliseconds, without the interpreter's lock."""
     try:
         return zstandard.train_dictionary(DICTIONARY_BYTES, [*samples]).as_bytes()
     except zstandard.ZstdError:
@@ -99,13 +96,13 @@ def trained(samples: list[bytes]) -> bytes:
 
 
 def packed(data: bytes) -> bytes:
-    """Compress `data` if it is large, without a dictionary. Not thread-safe."""
+    """Compress large data, without a dictionary. Not thread-safe."""
     return _compressor.compress(data) if len(data) >= PAYS_FROM else data
 
 
 def opened(data: bytes) -> bytes:
-    """Return the content of a client's small frame, so that the ledger can compress it with a dictionary; all
-    other bytes as they are."""
+    """Unpack a client's small frame, so that the ledger can use a dictionary. Other bytes stay as they
+    are."""
     try:
         content = unpacked(data, limit=SMALL_BLOB)
     except ValueError:  # Large, or broken: people see the client's bytes.
@@ -114,10 +111,10 @@ def opened(data: bytes) -> bytes:
 
 
 def unpacked(data: bytes, dictionaries: Dictionaries = NO_DICTIONARIES, *, limit: int | None = None) -> bytes:
-    """Return what was compressed; data that is not a zstd frame as it is.
+    """Undo the compression; other data stays as it is.
 
-    Raises ValueError for a broken frame, an unknown dictionary, or more than `limit` bytes
-    (None: `MAX_CALL_BYTES`), before it unpacks them.
+    Raises ValueError for a broken frame, an unknown dictionary, or more than `limit` bytes (None:
+    `MAX_CALL_BYTES`), before it unpacks them.
     """
     if not data.startswith(zstandard.FRAME_HEADER):
         return data
@@ -127,7 +124,7 @@ def unpacked(data: bytes, dictionaries: Dictionaries = NO_DICTIONARIES, *, limit
         if size > limit:
             raise ValueError(f"{size} bytes are packed, more than the limit of {limit}")
         dictionary = dictionaries[number] if number else None
-        # The limit bounds a frame that does not name its size.
+        # Bounds frames that do not name their size.
         return zstandard.ZstdDecompressor(dict_data=dictionary).decompress(data, max_output_size=limit)
     except zstandard.ZstdError as error:
         raise ValueError(f"not packed bytes: {error}") from error

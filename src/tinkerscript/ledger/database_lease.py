@@ -1,8 +1,8 @@
 """`DatabaseLease`: the right to serve a run's episodes, as one row in the database.
 
-The row has a holder, an epoch, and an expiry by the database's clock. Taking the lease increments the
-epoch, and every write checks its epoch (`fence`), so a former holder cannot write. Invariant: a holder that
-gets no answer gives up before another server may take the lease.
+The row has a holder, an epoch, and an expiry by the database's clock. Taking the lease increments the epoch,
+and every write checks its epoch (`fence`), so a former holder cannot write. A holder that gets no answer
+gives up before another server may take the lease.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 
-DATABASE_LEASE_S = 3.0  # Without a renewal, another server may take the lease after this many seconds.
-RENEW_S = 0.5  # Seconds between renewals.
+DATABASE_LEASE_S = 3.0  # Without a renewal, another server may take the lease after this.
+RENEW_S = 0.5
 LEASE_POLL_S = 0.2
-LOST_LEASE = "TS001"  # SQLSTATE of a transaction whose epoch is over.
+LOST_LEASE = "TS001"  # SQLSTATE of a transaction in a past epoch.
 
 LEASE_TABLE = f"""
 -- The row's key is its epoch. A transaction that locks it FOR KEY SHARE blocks the next leader, who changes
@@ -64,7 +64,7 @@ class DatabaseLease:
         """Fires if a renewal gets no answer in time."""
 
     async def take(self) -> int:
-        """Wait for the lease. Returns its epoch. Raises psycopg.Error."""
+        """Returns the epoch. Raises psycopg.Error."""
         waiting = False
         while not await self._try():
             if not waiting:
@@ -106,7 +106,7 @@ class DatabaseLease:
             self._give_up(f"the lease cannot be renewed: {error}")
 
     async def _extend(self, seconds: float) -> bool:
-        """Let the lease expire after `seconds`. Returns False if another server has it."""
+        """False if another server has the lease."""
         renewed = await self._value(
             f"UPDATE {self._schema}.lease SET expires_at = clock_timestamp() + %s * interval '1 second' "
             "WHERE epoch = %s RETURNING epoch",
@@ -125,7 +125,7 @@ class DatabaseLease:
             self._renewing.cancel()
 
     async def release(self) -> None:
-        """Free the lease at once. Raises psycopg.Error."""
+        """Raises psycopg.Error."""
         self._stop()
         if self._renewing is not None:
             await asyncio.gather(self._renewing, return_exceptions=True)

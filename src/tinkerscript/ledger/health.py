@@ -1,7 +1,6 @@
-"""The health of a run, as rows for the page and the terminal: signs that it learns nothing or ruins the
-model.
+"""The health of a run: signs that it learns nothing or ruins the model.
 
-Invariant: rows compare the last steps with earlier ones, so a million episodes cost no more.
+Rows compare the last steps with earlier ones, so a million episodes cost no more.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from tinkerscript.rollouts.alignment.checks import ERRORS
 
 JUDGED_STEPS = 10
 
-# A trend averages windows of `WINDOW` steps, fewer in a short run (at least four windows) and more in a
-# long one (at most `WINDOWS`).
+# A trend averages windows of `WINDOW` steps, fewer in a short run (at least four windows) and more in a long
+# one (at most `WINDOWS`).
 WINDOW, WINDOWS = 5, 40
 
 SURE = 2.5
@@ -104,7 +103,7 @@ class _Steps:
         return [value for (value,) in self._ledger.rows(query, (name, max(0, self.last - JUDGED_STEPS)))]
 
     def recent_mean(self, name: str, weight: str) -> float | None:
-        """Mean over the recent steps, weighted by another metric; None without data."""
+        """Over the recent steps; None without data."""
         query = """
             SELECT sum(a.value * b.value) / nullif(sum(b.value), 0)
             FROM metrics AS a JOIN metrics AS b ON b.step = a.step
@@ -120,7 +119,7 @@ class _Steps:
         return lowest[0], highest[1]
 
     def errors(self) -> list[NamedRow]:
-        """Name and count, most frequent first."""
+        """Most frequent first."""
         query = """
             SELECT name, sum(count) FROM findings WHERE kind = 'error' AND undone = 0 AND step > ?
             GROUP BY name ORDER BY 2 DESC, name
@@ -185,7 +184,7 @@ def health_rows(ledger: LedgerReader) -> list[HealthRow]:
 
 
 def verdict(rows: Sequence[HealthRow]) -> str:
-    """`all well`, or the names of the rows that need attention, worst first."""
+    """`all well`, or the rows that need attention, worst first."""
     for kind, phrase in (("bad", "needs attention"), ("warn", "worth a look")):
         if found := [row.label for row in rows if row.kind == kind]:
             return f"{phrase}: {', '.join(found)}".lower()
@@ -484,7 +483,7 @@ def sample_scores(ledger: LedgerReader, *, step: int, label: str) -> SampleScore
 
 
 def margin_of(values: Sequence[float]) -> float:
-    """Half the width of the mean's 95% interval, from at least two values."""
+    """Half the width of the mean's 95% interval. Takes at least two values."""
     return NORMAL_95 * statistics.stdev(values) / math.sqrt(len(values))
 
 

@@ -35,7 +35,7 @@ class RowWriter(Protocol):
         ...
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Return once these and all earlier rows are committed."""
+        """Return once these and earlier rows are committed."""
         ...
 
 
@@ -47,8 +47,6 @@ class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of the run that a trainer builds on."""
-
     resumption: int = 1
     step: int = 0
     checkpoint: CheckpointRow | None = None
@@ -56,13 +54,13 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     interrupted: list[int] = []
     versions: dict[int, int] = {}
     newest_version: int = -1
-    """The highest ever published, undone or not; -1 before the first."""
+    """Including undone ones; -1 before the first."""
 
     planned: list[PlannedRow] = []
     """Started episodes of groups that can still train."""
 
     planned_groups: int = 0
-    """Groups planned for the next step, except those that were set aside, which others replace."""
+    """Groups planned for the next step, without those set aside, which others replace."""
 
     next_position: int = 0
     again: list[int] = []
@@ -82,7 +80,7 @@ class Tally(msgspec.Struct, kw_only=True):
     cancelled: int = 0
     retries: int = 0
     left_out: int = 0
-    """Unused results, for a reason that does not concern their group."""
+    """Unused results, for reasons other than their group's."""
 
     lost: int = 0
     """Episodes that never ended, or whose outcome was neither used nor left out."""
@@ -125,7 +123,6 @@ LAST_STEP = "SELECT coalesce(max(step), 0) FROM {s}steps"
 
 
 def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
-    """Raise ConfigError if the ledger ends before the newest complete checkpoint."""
     if checkpoints and max(checkpoints) > last_step:
         raise ConfigError(
             f"the ledger ends with step {last_step}, before the checkpoint of step {max(checkpoints)}: it "
@@ -142,7 +139,7 @@ async def begin(ledger: Ledger, checkpoints: Collection[int], *, time: float) ->
 
 
 async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay_lag: int = 0) -> Beginning:
-    """Find the newest of `checkpoints` (steps with a complete checkpoint) that has a row.
+    """Resume from the newest of `checkpoints` (steps with complete files) that has a row.
 
     `History.replayed` covers the last `replay_lag` steps. Raises ConfigError if the ledger is older than a
     checkpoint.

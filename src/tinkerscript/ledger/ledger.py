@@ -1,8 +1,8 @@
 """`Ledger`: what happened in a run, in a database that outlives the process.
 
-Invariant: nothing is answered before it is committed. Writes of a few event-loop iterations, or during a
-commit, share a transaction. After it, `durable()` returns and `after_commit` callbacks run, in the order of
-the writes. Reads see only committed rows.
+Nothing is answered before it is committed. Writes of a few event-loop iterations, or during a commit, share a
+transaction. After it, `durable()` returns and `after_commit` callbacks run, in the order of the writes. Reads
+see only committed rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinkerscript.rollouts.call import Call, PlacedImage
 
 logger = logging.getLogger(__name__)
 
-# Up to this many event-loop iterations share a transaction, because SQLite commits on the event loop.
+# Event-loop iterations that may share a transaction, because SQLite commits on the event loop.
 GATHERED_TURNS = 8
 
 GATHERED_WRITES = 64
@@ -54,7 +54,7 @@ class Statement(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class WriteBatch:
     rows: dict[type[Row], dict[Any, Row]] = field(default_factory=dict[type[Row], dict[Any, Row]])
-    """Table -> key -> row. Tables without a key, or with `ONCE`, use a counter as key."""
+    """Table -> key -> row. Tables without a key, or with `ONCE`, use a counter."""
 
     statements: list[Statement] = field(default_factory=list[Statement])
     count: int = 0
@@ -70,8 +70,8 @@ class WriteBatch:
 class Ledger(ABC):
     """The tables of `rows`. Subclasses are databases; this class groups the writes.
 
-    If servers share a ledger (`is_shared`), only one may write: `lead` waits for that right. The ledger of
-    a server that loses it fails.
+    Of the servers that share a ledger (`is_shared`), only one may write: `lead` waits for that right. A
+    ledger that loses it fails.
     """
 
     is_shared: ClassVar[bool] = False
@@ -87,7 +87,7 @@ class Ledger(ABC):
 
     @abstractmethod
     async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run a SELECT on committed rows, as a `Statement`. Raises StoreError."""
+        """Run a SELECT on committed rows. Raises StoreError."""
 
     @abstractmethod
     async def write(self, batch: WriteBatch) -> None:
@@ -105,8 +105,7 @@ class Ledger(ABC):
         return 0
 
     async def agree(self, name: str, value: bytes) -> bytes:
-        """Agree with the run's other servers: return the first `value` stored under `name`. Raises
-        StoreError."""
+        """Return the first `value` that any server of the run stored under `name`. Raises StoreError."""
         return value
 
     # Reading
@@ -119,12 +118,12 @@ class Ledger(ABC):
         return [row_of(kind, each) for each in found]
 
     async def calls(self, claims: Iterable[tuple[int, int]]) -> list[list[Call]]:
-        """Calls of each claim (episode sequence and attempt), oldest first."""
+        """Calls per claim (episode sequence and attempt), oldest first."""
         found = [self._decoded(await self.read(CALLS_OF_CLAIM, claim)) for claim in claims]
         return await self.filled(found)
 
     async def filled(self, found: list[list[Call]]) -> list[list[Call]]:
-        """`found` with the files of their images."""
+        """Add the files of images."""
         digests = list(digests_in(call for calls in found for call in calls))
         files: dict[bytes, bytes] = {}
         for begin in range(0, len(digests), FILES_AT_ONCE):
@@ -138,7 +137,6 @@ class Ledger(ABC):
         return decoded(rows, self._packer.dictionaries)
 
     def _use_dictionaries(self, facts: Iterable[tuple[str, bytes]]) -> None:
-        """`facts`: what `DICTIONARIES` selects."""
         for name, content in facts:
             self._packer.use(name.split("/")[1], content)
 
@@ -153,7 +151,7 @@ class Ledger(ABC):
         found = batch.rows.get(kind)
         if found is None:
             found = batch.rows[kind] = {}
-        # A counter as key lets the database see, and refuse, a duplicate `ONCE` row.
+        # A counter lets the database see, and refuse, a duplicate `ONCE` row.
         has_key = kind.KEY and not kind.ONCE
         key = key_of(kind)(row) if has_key else len(found)
         if not (kind.KEEPS_FIRST and key in found):
@@ -197,14 +195,14 @@ class Ledger(ABC):
             await future
 
     async def failed(self) -> NoReturn:
-        """Wait for a commit to fail and raise its StoreError. Memory is ahead of the ledger then: stop the
-        server."""
+        """Wait for a commit to fail and raise its StoreError. Stop the server then: memory is ahead of the
+        ledger."""
         while self._failure is None:
             await self._failed.wait()
         raise self._failure
 
     async def close(self) -> None:
-        """Commit pending writes first. Raises a StoreError that was not raised before."""
+        """Commits pending writes. Raises a StoreError that was not raised before."""
         known = self._failure
         try:
             if self._training:
@@ -290,7 +288,7 @@ def row_of(kind: type[R], values: Sequence[Any]) -> R:
 
 
 def decoded(rows: Iterable[tuple[bytes]], dictionaries: Dictionaries = NO_DICTIONARIES) -> list[Call]:
-    """Skips calls that were dropped to save space. Raises ValueError for anything but calls."""
+    """Skips calls dropped to save space. Raises ValueError for anything but calls."""
     return [_decode_call(unpacked(call, dictionaries)) for (call,) in rows if call]
 
 
@@ -299,8 +297,6 @@ def digests_in(calls: Iterable[Call]) -> set[bytes]:
 
 
 def with_files(calls: Iterable[Call], files: Mapping[bytes, bytes]) -> list[Call]:
-    """Replace the digests of images by their files."""
-
     def filled(call: Call) -> Call:
         images = [PlacedImage(image.start, files[image.data]) for image in call.images]
         return msgspec.structs.replace(call, images=images)

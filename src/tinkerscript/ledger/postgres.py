@@ -1,9 +1,9 @@
 """`PostgresLedger`: the ledger of a run in a PostgreSQL schema, for servers that take over from each other.
 
 A transaction is one message (simple query protocol), so a server suspended while sending it holds no lock,
-and a pooler may switch sessions. Only batches over `MESSAGE_BYTES` take several. Invariants: only the epoch
-that holds the lease writes (`database_lease`), and a server that loses the lease or the database no longer
-reads or writes.
+and a pooler may switch sessions. Only batches over `MESSAGE_BYTES` take several. Only the epoch that holds
+the lease writes (`database_lease`), and a server that loses the lease or the database no longer reads or
+writes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tinkerscript.ledger.rows import (
     on_conflict,
 )
 
-MESSAGE_BYTES = 8 * 2**20  # Approximate size of a message; the limit is 1 GiB.
+MESSAGE_BYTES = 8 * 2**20  # Approximate; the limit is 1 GiB.
 CONNECT_S = 5
 CLOSE_S = 2.0
 
@@ -53,7 +53,7 @@ MAX_NAME_BYTES = 63
 
 VERSION = str(LEDGER_VERSION).encode()
 
-# Errors that a retry would not cure.
+# A retry would not cure these.
 _FOR_GOOD = re.compile("authentication failed|no password supplied|does not exist|no pg_hba.conf entry")
 
 
@@ -61,7 +61,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PostgresLedger(Ledger):
-    """One schema. Call `lead` before writing."""
+    """Call `lead` before writing."""
 
     is_shared = True
 
@@ -126,7 +126,7 @@ class PostgresLedger(Ledger):
     async def release(self) -> None:
         if self._lease is not None and self._epoch is not None and not self._lost:
             limit = asyncio.get_running_loop().call_later(CLOSE_S, self._hang_up)
-            with suppress(psycopg.Error):  # The lease expires by itself then.
+            with suppress(psycopg.Error):  # The lease expires by itself.
                 await self._lease.release()
             limit.cancel()
         for connection in self._connections:
@@ -166,12 +166,12 @@ class PostgresLedger(Ledger):
             raise
 
     async def _create_tables(self, connection: Connection) -> None:
-        """Raises ConfigError for a schema of another version."""
+        """Raises ConfigError for another version."""
         async with connection.transaction():
             await connection.execute(TIMEOUTS)
             lock = b"SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
             await connection.execute(lock, (f"tinkerscript {self._schema}",))
-            # A database role that may not create schemas can use an existing one.
+            # A role that may not create schemas can use an existing one.
             names = f"to_regnamespace('{self._schema}') IS NULL, to_regclass('{self._schema}.lease') IS NULL"
             cursor = await connection.execute(f"SELECT {names}".encode())
             lacks_schema, lacks_tables = await cursor.fetchone() or (False, False)
@@ -219,7 +219,7 @@ class PostgresLedger(Ledger):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Make pending queries fail, even if the database does not answer."""
+        """Fail pending queries, even if the database does not answer."""
         for connection in self._connections:
             if not connection.closed:
                 with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as line:
@@ -307,10 +307,8 @@ def _unescaped(value: Any) -> Any:
 
 
 def split_url(url: str, folder: Path) -> tuple[str, str]:
-    """Returns the connection URL and the run's schema.
-
-    `?schema=NAME` names it; the default is derived from the folder. Raises ConfigError.
-    """
+    """The connection URL, and the schema that `?schema=NAME` names or the folder implies. Raises
+    ConfigError."""
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
     named = [value for name, value in query if name == "schema"]
@@ -335,7 +333,7 @@ def _schema_of(folder: Path) -> str:
 
 
 def _named(conninfo: str) -> str:
-    """Name the database without its password, for messages. Raises ConfigError."""
+    """The database without its password. Raises ConfigError."""
     try:
         parts = conninfo_to_dict(conninfo)
     except psycopg.Error as error:

@@ -1,4 +1,4 @@
-"""`PostgresReading`: reads a run's PostgreSQL ledger for people; see `LedgerReader`."""
+"""`PostgresReading`: reads a run's PostgreSQL ledger for people."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from tinkerscript.ledger.rows import LEDGER_VERSION
 
 
 class PostgresReading(Reading):
-    """A connection to a run's schema, which reads as empty until it exists. Queries are read-only
-    transactions."""
+    """A run's schema, which reads as empty until it exists. Queries are read-only transactions."""
 
     def __init__(self, url: str, folder: Path) -> None:
         """Raises ConfigError if the database does not answer or has another version."""
@@ -39,7 +38,7 @@ class PostgresReading(Reading):
             )
 
     def _version(self) -> str | None:
-        """None: the tables do not exist yet."""
+        """None: no tables yet."""
         try:
             ((version,),) = self.rows("SELECT value FROM facts WHERE name = ?", ("version",))
         except StoreError as error:

@@ -1,7 +1,7 @@
 """`LedgerReader`: reads a run's ledger for people, from any thread, while the run writes.
 
-Invariant: it cannot write, and opens only a ledger in the run's folder or one that the user names, because
-a stranger's run folder could name any database.
+It opens only a ledger in the run's folder or one that the user names, because a stranger's run folder could
+name any database.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tinkerscript.rollouts.call import Call
 # The user's consent to read this ledger outside of the run's folder.
 STORE_VARIABLE = "TINKERSCRIPT_STORE"
 
-# Name of the fact that holds the trainer's status; see `train.run_status`.
+# The fact with the trainer's status; see `train.run_status`.
 STATUS = "status"
 
 MAX_CONFIG_BYTES = 2**20
@@ -35,8 +35,8 @@ MAX_CONFIG_BYTES = 2**20
 
 class LedgerReader:
     def __init__(self, folder: Path, *, store: str = "") -> None:
-        """`store` is the config's `interchange_server.store`. Empty: the one in the folder's config, if it
-        is a file in the folder or equals the user's environment variable.
+        """`store` is the config's `interchange_server.store`. Empty: the one in the folder's config, if it is
+        a file in the folder or equals the user's environment variable.
 
         Raises ConfigError without a run, or for a ledger of another version or an unreadable one. Until the
         ledger exists, queries return nothing.
@@ -53,7 +53,7 @@ class LedgerReader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config is reread when it changes. Raises ConfigError."""
+        """Reread when it changes. Raises ConfigError."""
         path = self.folder / CONFIG_FILE
         try:
             changed = path.stat().st_mtime_ns
@@ -107,7 +107,7 @@ class LedgerReader:
         return None if found is None else found[0]
 
     def unpacked(self, data: bytes, *, limit: int | None = None) -> bytes:
-        """Undo the ledger's compression; see `compression.unpacked`. Raises ValueError."""
+        """See `compression.unpacked`. Raises ValueError."""
         return unpacked(data, self._dictionaries, limit=limit)
 
     def _read_dictionaries(self) -> list[bytes]:
@@ -122,8 +122,7 @@ class LedgerReader:
         return str(self.setting("engine", "model") or "")
 
     def calls(self, sequence: int, attempt: int) -> list[Call]:
-        """Calls of a claim, oldest first; empty if dropped. Raises NotRecordedError for data that no server
-        wrote."""
+        """Oldest first; empty if dropped. Raises NotRecordedError for data that no server wrote."""
         return self.calls_of(CALLS_OF_CLAIM.replace("{s}", ""), (sequence, attempt))
 
     def calls_of(self, query: str, parameters: Sequence[Any]) -> list[Call]:
@@ -155,7 +154,7 @@ class LedgerReader:
         return [attempt for (attempt,) in self.rows(query, (sequence,))]
 
     def transcript(self, sequence: int, attempt: int) -> bytes:
-        """As stored; see `unpacked`. Empty without a transcript."""
+        """Packed (see `unpacked`). Empty without a transcript."""
         query = "SELECT transcript FROM transcripts WHERE episode = ? AND attempt = ?"
         found = self.row(query, (sequence, attempt))
         return b"" if found is None else bytes(found[0])

@@ -1,5 +1,4 @@
-"""`Reading`: a read-only connection to a ledger. `SqliteReading` reads a file; `postgres_reader` has the
-other."""
+"""`Reading`: a read-only connection to a ledger, here SQLite's; `postgres_reader` has PostgreSQL's."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def explained(path: Path | None, error: sqlite3.Error | str) -> str:
 
 
 class NamedRow(tuple[Any, ...]):
-    """A row that can be read by column name too: `row["step"]`, `dict(row)`."""
+    """A row with access by column name too: `row["step"]`, `dict(row)`."""
 
     names: tuple[str, ...] = ()
 
@@ -49,21 +48,21 @@ Rows = list[NamedRow]
 
 class Reading(ABC):
     is_there = True
-    """Whether the ledger exists and the connection works. If not, readers reconnect."""
+    """False if the ledger does not exist or the connection failed: readers reconnect."""
 
     @abstractmethod
     def rows(self, query: str, parameters: Sequence[Any]) -> Rows:
-        """Run a SELECT. Raises StoreError."""
+        """Raises StoreError."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 class SqliteReading(Reading):
-    """A connection to a file, which reads as empty until it exists."""
+    """A file, which reads as empty until it exists."""
 
     def __init__(self, path: Path | None) -> None:
-        """`path` None: an empty ledger. Raises ConfigError for another version or an unreadable file."""
+        """None: an empty ledger. Raises ConfigError for another version or an unreadable file."""
         self._path = path
         try:
             self._connection = self._opened(path)

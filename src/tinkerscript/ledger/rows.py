@@ -1,7 +1,7 @@
 """The tables of a run's ledger, each as the struct of its rows.
 
-One struct creates its table in SQLite and PostgreSQL, writes and reads the rows, and carries a trainer's
-rows over the link.
+A struct creates its table in SQLite and PostgreSQL, writes and reads the rows, and carries a trainer's rows
+over the link.
 
 `KEY` and `CONSTRAINTS` enforce that an episode ends once, that it trains once per step and role, and that a
 policy version is published once. Rows of undone steps stay, with the resumption in `undone`.
@@ -43,7 +43,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     CONSTRAINTS: ClassVar[tuple[str, ...]] = ()
     INDEXES: ClassVar[tuple[str, ...]] = ()
-    """Each index: columns in parentheses, and optionally a WHERE clause."""
+    """Columns in parentheses, and optionally a WHERE clause."""
 
     @property
     def size(self) -> int:
@@ -54,7 +54,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SampleRow(Row, frozen=True, kw_only=True):
-    """What a client gets to work on, shared by a group's episodes."""
+    """A client's work, shared by a group's episodes."""
 
     TABLE = "samples"
     KEY = ("digest",)
@@ -69,7 +69,7 @@ class SampleRow(Row, frozen=True, kw_only=True):
 
 
 class EpisodeRow(Row, frozen=True, kw_only=True):
-    """One episode, as it stands now. `server.episodes.record.EpisodeRecord` explains the other columns."""
+    """`server.episodes.record.EpisodeRecord` explains the other columns."""
 
     TABLE = "episodes"
     KEY = ("sequence",)
@@ -97,10 +97,10 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """First step that could train on it, or the step before its evaluation. 0: a client's own sample."""
 
     label: str = ""
-    """Label of its evaluation, such as `before`."""
+    """The evaluation's, such as `before`."""
 
     position: int = -1
-    """Position of its sample in the order of training, or -1."""
+    """Its sample's place in the order of training, or -1."""
 
     sample: bytes
     digest: bytes
@@ -111,7 +111,6 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     is_success: int | None = None
     result_digest: bytes = b""
     end_number: int | None = None
-    """Position in the order of ending."""
 
     ended_at: float | None = None
     """Unix time in seconds."""
@@ -124,13 +123,13 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     many episodes at once."""
 
     dropped: int = 0
-    """1: an operator removed it from the list of failures."""
+    """1: an operator removed it from the failures."""
 
     emptied: int = 0
     """1: its calls and transcripts were dropped to save space."""
 
     undone: int = STANDS
-    """The resumption that undid the step or evaluation it was planned for."""
+    """The resumption that undid its planned step or evaluation."""
 
 
 class AttemptRow(Row, frozen=True, kw_only=True):
@@ -149,7 +148,6 @@ class AttemptRow(Row, frozen=True, kw_only=True):
 
     queued_s: float | None = None
     policy_version: int
-    """The newest version when it was claimed."""
 
     lease_s: float
     failure: str | None = None
@@ -182,14 +180,13 @@ class CallRow(Row, frozen=True, kw_only=True):
 
 
 class ImageRow(Row, frozen=True, kw_only=True):
-    """An image in prompts, stored once. It stays when its calls are dropped, as samples do."""
+    """An image in prompts, stored once. It stays when its calls are dropped."""
 
     TABLE = "images"
     KEY = ("digest",)
     KEEPS_FIRST = True
 
     digest: bytes
-    """SHA-256 of `file`."""
 
     file: bytes
 
@@ -270,7 +267,7 @@ class StepRow(Row, frozen=True, kw_only=True):
     accepted: int = 0
     failed: int = 0
     trained: int = 0
-    """Episodes that contributed to the main policy's gradient."""
+    """Episodes in the main policy's gradient."""
 
     max_lag: int | None = None
     stopped: str = ""
@@ -278,7 +275,7 @@ class StepRow(Row, frozen=True, kw_only=True):
 
 
 class TrainedRow(Row, frozen=True, kw_only=True):
-    """What became of an ended episode: a step trained on it, or it was left out."""
+    """A step trained on an ended episode, or left it out."""
 
     TABLE = "trained"
     KEY = ("episode", "step", "role", "undone")
@@ -299,7 +296,7 @@ class TrainedRow(Row, frozen=True, kw_only=True):
 
 
 class VerdictRow(Row, frozen=True, kw_only=True):
-    """A judge's verdict on an episode. It stands even if the step is undone."""
+    """A judge's verdict, which stands even if the step is undone."""
 
     TABLE = "verdicts"
     KEY = ("episode",)
@@ -307,10 +304,10 @@ class VerdictRow(Row, frozen=True, kw_only=True):
 
     episode: int
     reward: float | None
-    """Replaces the episode's reward. NULL: the judge failed, and the group did not train."""
+    """Replaces the episode's. NULL: the judge failed, and the group did not train."""
 
     words: str = ""
-    """The judge's words, or why it failed."""
+    """The judge's, or why it failed."""
 
     time: float
 
@@ -366,10 +363,10 @@ class EvaluationRow(Row, frozen=True, kw_only=True):
 
     accepted: int
     failed: int
-    """Episodes without a score, left out of the mean."""
+    """Not in the score."""
 
     role_scores: bytes = b"{}"
-    """JSON: trained role -> mean reward of the accepted episodes that called it."""
+    """JSON: trained role -> mean reward of accepted episodes that called it."""
 
     undone: int = STANDS
 
@@ -441,7 +438,7 @@ TrainerRow = (
     | NoteRow
     | FactRow
 )
-# A transaction writes its rows in this order, so referring tables come later.
+# A transaction writes rows in this order, so referring tables come later.
 TABLES: tuple[type[Row], ...] = (
     FactRow,
     SampleRow,
@@ -504,7 +501,7 @@ def _type_of(annotation: Any) -> tuple[type, bool]:
 
 
 def create_statements(*, postgres: bool = False) -> list[str]:
-    """CREATE statements of all tables and indexes. `{s}` stands for the schema and a dot, or nothing."""
+    """For all tables and indexes. `{s}` stands for the schema and a dot, or nothing."""
     types_of = _POSTGRES if postgres else _SQLITE
     number = "number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
     if not postgres:
@@ -530,7 +527,6 @@ def create_statements(*, postgres: bool = False) -> list[str]:
 
 @cache
 def on_conflict(kind: type[Row]) -> str:
-    """End of an INSERT: what happens to the earlier row with the key."""
     if not kind.KEY or kind.ONCE:
         return ""
     key = f" ON CONFLICT ({', '.join(kind.KEY)})"

@@ -39,9 +39,9 @@ from tinkerscript.ledger.rows import (
 )
 from tinkerscript.rollouts.call import Call
 
-LOG_BYTES = 2**22  # The write-ahead log is moved into the file at this size.
-LONG_BATCH = 1000  # Rows that take about 10 ms to write.
-LONG_BYTES = 2**22  # Payloads, calls and transcripts that take as long.
+LOG_BYTES = 2**22
+LONG_BATCH = 1000  # Rows that take about 10 ms.
+LONG_BYTES = 2**22  # Of payloads, calls and transcripts, which take as long.
 
 # After a power failure, no policy version may be used twice, and no checkpoint may be ahead of the ledger.
 SYNCED = (PublicationRow, StepRow)
@@ -74,7 +74,7 @@ class SqliteLedger(Ledger):
         claims = list(claims)
         with _explained(self._path):
             run = self._reading.execute
-            run("BEGIN")  # Or each SELECT would lock the file and read its pages anew.
+            run("BEGIN")  # Otherwise each SELECT would lock the file and read its pages anew.
             found = None
             try:
                 size = sum(run(_CALLS_SIZE, claim).fetchone()[0] for claim in claims)
@@ -116,7 +116,7 @@ class SqliteLedger(Ledger):
     def _log_bytes(self) -> int:
         try:
             return os.stat(self._log).st_size
-        except FileNotFoundError:  # SQLite has no log where the file system lacks shared memory.
+        except FileNotFoundError:  # Without shared memory, SQLite has no log.
             return 0
 
     def _set_up(self, *, full: bool) -> None:
@@ -129,7 +129,7 @@ class SqliteLedger(Ledger):
         else:
             run("PRAGMA synchronous = NORMAL")
             run("PRAGMA wal_autocheckpoint = 0")
-            run("PRAGMA journal_size_limit = 0")  # The log's file size is its length then.
+            run("PRAGMA journal_size_limit = 0")  # Makes the log's file size its length.
         (version,) = run("PRAGMA user_version").fetchone()
         if version == 0:
             run("BEGIN IMMEDIATE")
@@ -147,7 +147,7 @@ class SqliteLedger(Ledger):
             self._check_copy()
 
     def _check_copy(self) -> None:
-        """Check a copied file: a copy made during a write may mix pages of two states. Raises StoreError."""
+        """A copy made during a write may mix pages of two states. Raises StoreError."""
         run, inode = self._connection.execute, self._inode()
         (found,) = run("SELECT value FROM facts WHERE name = ?", (_INODE,)).fetchone()
         if found == inode:

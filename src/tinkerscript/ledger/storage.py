@@ -41,8 +41,7 @@ class StorageLimit:
         empty: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None,
     ) -> None:
         """`limit_mb`: in MiB; 0: no limit. `replay_lag`: steps before a checkpoint from which episodes may
-        still train after it. `empty` gets uuids of episodes to empty, and returns the ones that may be;
-        None: all."""
+        still train after it. `empty` gets uuids to empty, and returns those that may be; None: all."""
         self._ledger = ledger
         self._limit = limit_mb * 2**20
         self._replay_lag = replay_lag
@@ -63,7 +62,7 @@ class StorageLimit:
         return self._counted is None or self._stored > self._limit
 
     async def keep(self) -> None:
-        """Drop episodes' bytes until the ledger is within its limit. Raises StoreError."""
+        """Raises StoreError."""
         if not self.is_reached:
             return
         self._is_at_work = True
@@ -90,7 +89,7 @@ class StorageLimit:
             self._counted += int(size)
 
     async def _drop(self) -> bool:
-        """Returns False if no episode can be emptied."""
+        """False if no episode can be emptied."""
         checkpoints = await self._ledger.read(_LAST_NEEDED)
         last = (checkpoints[0][0] if checkpoints else 0) - self._replay_lag
         found = await self._ledger.read(_OLDEST, (last, DROPPED_AT_ONCE))
@@ -107,7 +106,7 @@ class StorageLimit:
         uuids: Collection[str] = [uuid for _, uuid in found]
         if self._empty is not None:
             uuids = await self._empty(uuids)
-        # No await from here to the writes: a resuming trainer could start to use these episodes.
+        # No await before the writes: a resuming trainer could start to use these episodes.
         chosen = [sequence for sequence, uuid in found if uuid in uuids]
         if not chosen:
             return False

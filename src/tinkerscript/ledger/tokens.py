@@ -1,6 +1,6 @@
-"""`TrainedSequence`: what a training step computed for each sampled token, for people to read.
+"""`TrainedSequence`: a training step's numbers for each sampled token, for people to read.
 
-Arrays are little-endian, with one element per sampled token, as in `Rollout.sampled`.
+Arrays are little-endian, in the order of `Rollout.sampled`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class TokenUse(IntEnum):
 
 
 class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step did with a sequence of S sampled tokens. Empty arrays were not recorded."""
+    """A sequence of S sampled tokens in one step. Empty arrays were not recorded."""
 
     number: int
     role: str = ""
     trainer_logprobs: bytes = b""
-    """float32 [S]: before the step's first update."""
+    """float32 [S], before the step's first update."""
 
     entropies: bytes = b""
-    """float16 [S]: of the trainer's distribution, in nats."""
+    """float16 [S], the trainer's, in nats."""
 
     advantages: bytes = b""
     """float32 [S], or [1] if all are equal: input of the loss, before averaging."""
@@ -44,7 +44,7 @@ class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str = ""
     chat: bytes = b""
-    """int32 [T]: tokens of a supervised chat, which has no calls."""
+    """int32 [T], a supervised chat, which has no calls."""
 
     chat_trained: bytes = b""
     """uint8 [T]: 1 at each of the S tokens that train."""
@@ -55,12 +55,12 @@ _decode = msgspec.msgpack.Decoder(list[TrainedSequence]).decode
 
 
 def packed_sequences(sequences: Sequence[TrainedSequence]) -> bytes:
-    """Large ones are compressed already, for the link to the server and to spare its processor."""
+    """Compressed before the link, to spare it and the server's processor."""
     return packed(_encode(sequences))
 
 
 def unpacked_sequences(data: bytes, dictionaries: Dictionaries = NO_DICTIONARIES) -> list[TrainedSequence]:
-    """Undo `packed_sequences` and the ledger's compression. Raises ValueError for any other bytes."""
+    """Undo `packed_sequences` and the ledger's compression. Raises ValueError for other bytes."""
     try:
         return _decode(unpacked(data, dictionaries))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The server, the engine of a served model, and the workers of a run, as child processes."""
+"""The child processes of a run: the server, a served model's engine, and workers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SERVER_START_S = 60.0
 
-FORMER_SERVER_S = 20.0  # A dead trainer's server must end within this.
+FORMER_SERVER_S = 20.0  # For a dead trainer's server to end.
 
 CHILD_POLL_S = 0.02
 
-RANK_ERROR_S = 5.0  # A rank's death is noticed within this.
+RANK_ERROR_S = 5.0  # To notice a rank's death.
 
 LOCAL_WORKERS = "local_workers"
-"""In the run folder: the trainer's workers, one per line."""
+"""File in the run folder with the trainer's workers, one per line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,8 @@ async def former_server_gone(folder: Path) -> None:
 async def server_address(
     folder: Path, server: Child, supervisor: Supervisor, *, patience_s: float = 0.0
 ) -> ServerAddress:
-    """Wait up to `SERVER_START_S + patience_s` seconds for `server` to listen.
-
-    Raises LinkError, or the supervisor's error.
-    """
+    """Wait up to `SERVER_START_S + patience_s` seconds for `server` to listen. Raises LinkError, or the
+    supervisor's error."""
     limit_s = SERVER_START_S + patience_s
     deadline = time.monotonic() + limit_s
     path = folder / "server.json"
@@ -103,7 +101,7 @@ async def server_address(
 
 
 def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
-    """Return None for a missing file or an earlier process's."""
+    """None if the file is missing or an earlier process's."""
     if not path.exists() or server.process is None:
         return None
     data: dict[str, Any] = json.loads(path.read_text())
@@ -112,7 +110,7 @@ def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
 
 
 def worker_command(config: RunConfig, url: str) -> str:
-    """Return the command for another machine, run in a folder with the script or the task's file."""
+    """For another machine, in a folder with the script or the task's file."""
     interchange = config.interchange_server
     remote = interchange.public_base_url or remote_url(url, interchange.interchange_server_host)
     what = shlex.join(worker_arguments(config, elsewhere=True)) or "SCRIPT"
@@ -126,7 +124,6 @@ def remember_worker(folder: Path, name: str) -> None:
 
 
 def release_former_workers(folder: Path, link: TrainerLink) -> None:
-    """Release the claims of workers that died with a former trainer."""
     path = folder / LOCAL_WORKERS
     if path.exists():
         for name in path.read_text(encoding="utf-8").split():

@@ -47,10 +47,8 @@ class ServerHere:
 
     @asynccontextmanager
     async def working(self, link: TrainerLink, url: str) -> AsyncGenerator[None]:
-        """Run up to `workers.concurrency` episodes at once.
-
-        Raises WorkerError for a script or task that cannot run.
-        """
+        """Run up to `workers.concurrency` episodes at once. Raises WorkerError for an unusable script or
+        task."""
         workers, name = self._config.workers, f"{link.own_clients}0-0"
         tasks = [] if workers.script else self._config.all_tasks
         options = WorkerOptions(

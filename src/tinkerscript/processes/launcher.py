@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tinkerscript.lifecycle import DISK_FULL, describe_exit
 
-MAX_RESTARTS = 10  # Per process, before the run gives up.
+MAX_RESTARTS = 10  # Per process.
 
 
 class Slot(StrEnum):
@@ -48,15 +48,15 @@ class Started(ABC):
     @property
     @abstractmethod
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal; None while running."""
+        """Negative for a signal; None while running."""
 
     @abstractmethod
     async def wait(self) -> int:
-        """Return the exit code. Raises WorkerError if the launcher fails."""
+        """Returns the exit code. Raises WorkerError if the launcher fails."""
 
     @abstractmethod
     def ask_to_stop(self) -> None:
-        """Close the standard input of the process."""
+        """Close the process's standard input."""
 
     @abstractmethod
     def kill(self) -> None: ...
@@ -74,25 +74,25 @@ class Resources:
 
 @dataclass
 class Child:
-    """A process of the run. Each start is an incarnation, numbered from 0."""
+    """Each start is an incarnation, numbered from 0."""
 
     name: str
     argv: Callable[[int], Sequence[str]]
     log: Path  # On this machine.
     environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
-    withheld: tuple[str, ...] = ()  # Variables removed from the environment.
+    withheld: tuple[str, ...] = ()  # Removed from the environment.
     resources: Resources = field(default_factory=Resources)
     on_trainer_machine: bool = False
     max_restarts: int | None = None  # None: the supervisor's.
     on_start: Callable[[Started], None] = lambda process: None
-    """Called when the process runs, which may be after a wait for room."""
+    """The process runs, perhaps after a wait for room."""
 
     on_death: Callable[[int, int], None] = lambda incarnation, code: None
-    """Called with the incarnation and its exit code."""
+    """Gets the incarnation and its exit code."""
 
     may_restart: Callable[[], bool] = lambda: True
     fatal_codes: frozenset[int] = frozenset({2, DISK_FULL})
-    """Exit codes that a restart would not change: bad configuration, a port in use, a full disk."""
+    """A restart would not help: bad configuration, a port in use, a full disk."""
 
     restarts: int = 0
     process: Started | None = field(default=None, repr=False)

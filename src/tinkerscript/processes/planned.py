@@ -22,7 +22,7 @@ TRAINER_PROCESS = "trainer"
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Accepted by `vllm serve --max-lora-rank`.
 
-REPLICA_MODEL = "base"  # A replica's name for the model without an adapter.
+REPLICA_MODEL = "base"  # The model without an adapter.
 
 KEY = "VLLM_API_KEY"
 
@@ -31,17 +31,17 @@ KEY = "VLLM_API_KEY"
 class PlannedProcess:
     name: str
     command: tuple[str, ...]
-    """The command as a user would type it, with `Slot`s for values known only at the start."""
+    """As a user would type it, with `Slot`s for values known only at the start."""
 
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     secrets: tuple[str, ...] = ()
-    """Variables with keys: passed in the environment, never on a command line."""
+    """Variables with keys, never on a command line."""
 
-    withheld: tuple[str, ...] = ()  # Variables removed from the environment.
+    withheld: tuple[str, ...] = ()  # Removed from the environment.
     resources: Resources = field(default_factory=Resources)
     on_trainer_machine: bool = False
     restarts: int = 0
-    after: tuple[str, ...] = ()  # Processes that must be ready first.
+    after: tuple[str, ...] = ()  # Must be ready first.
 
     @property
     def log(self) -> str:
@@ -49,7 +49,7 @@ class PlannedProcess:
         return f"{name.replace(' ', '-')}.log"
 
     def argv(self) -> list[str]:
-        """Return a command for this Python that ends with its parent."""
+        """For this Python, ending with its parent."""
         program, *arguments = self.command
         if program == "tinkerscript" and arguments[0] != "rank":
             return own_command(*arguments)
@@ -64,10 +64,7 @@ class PlannedProcess:
         values: Callable[[int], Mapping[str, str]] = lambda incarnation: {},
         secrets: Mapping[str, str] | None = None,
     ) -> Child:
-        """Return the process to start.
-
-        `values` returns the slot values of an incarnation, `secrets` maps variables to keys.
-        """
+        """`values` returns the slot values of an incarnation; `secrets` maps variables to keys."""
         kept = {name: value for name, value in (secrets or {}).items() if name in self.secrets}
         first = values(0)
 
@@ -97,7 +94,7 @@ def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
     if config.method == "sft":
         return [*trainer, *page]
     server, workers = list[PlannedProcess](), list[PlannedProcess]()
-    if config.enable_tinkerscript_mode:  # Otherwise they run in the trainer.
+    if config.enable_tinkerscript_mode:  # Otherwise in the trainer.
         server = [server_process(folder, secrets=_of_server(config), log_format=config.log_format)]
         workers = _workers(config)
     children = [*trainer[1:], *_replicas(config), *workers]
@@ -274,7 +271,7 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
 
 
 def worker_arguments(config: RunConfig, *, elsewhere: bool = False) -> list[str]:
-    """Return a worker's script, or its tasks with their arguments.
+    """A worker's script, or its tasks with their arguments.
 
     `elsewhere` strips folders, for a machine with the files in its working directory. The server recognizes
     tasks without their folder.
@@ -286,7 +283,7 @@ def worker_arguments(config: RunConfig, *, elsewhere: bool = False) -> list[str]
     words: list[str] = []
     for task in tasks:
         words += ["--task", _without_folder(task.name) if elsewhere else task.name]
-        if with_arguments:  # The command pairs the n-th arguments with the n-th task.
+        if with_arguments:  # The n-th arguments belong to the n-th task.
             words += ["--task-args", json.dumps(task.train_args), "--eval-args", json.dumps(task.eval_args)]
         if any(each.sandbox for each in tasks):
             names = [task.sandbox_type, Path(task.sandbox_config).name]

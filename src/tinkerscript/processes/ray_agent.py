@@ -8,7 +8,7 @@ cluster's head.
 """
 
 # pyright: reportMissingImports=false
-# Ray is an optional extra, which the environment for type checks lacks.
+# Ray is an optional extra, which type checks lack.
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import Any
 
 HEAD_TIMEOUT_S = 10
-"""After this long without the cluster's head, Ray ends this process."""
+"""Without the cluster's head for this long, Ray ends this process."""
 
 PARENT_POLL_S = 5.0
 
-STARTING_NOTE_S = 15.0  # After this long without room, we tell the user.
+STARTING_NOTE_S = 15.0  # After this long without room, tell the user.
 
-UNAVAILABLE_S = 20.0  # An actor that does not answer for this long counts as dead.
+UNAVAILABLE_S = 20.0  # A silent actor counts as dead after this.
 
-# Ray reports these facts about every dead actor.
+# Ray's facts about every dead actor.
 _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
 
 KILL_S = 2.0
@@ -120,7 +120,6 @@ class Agent:
         self._actors: dict[int, Any] = {}
         self._placed: set[int] = set()
 
-        # Waiting for long, and not reported yet.
         self._late: list[dict[str, Any]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._actor_class: Any = ray.remote(HostedProcess)
@@ -149,7 +148,7 @@ class Agent:
             line = await orders.readline()
 
     async def _reserve(self, settings: dict[str, Any], node_id: str) -> list[str]:
-        """Reserve what the run needs at its start. Returns the trainer's GPUs."""
+        """Returns the trainer's GPUs."""
         beside = [each for each in settings["processes"] if each["beside"]]
         others = [each for each in settings["processes"] if not each["beside"]]
         wanted = [_resources(sum(each["cpus"] for each in beside), sum(each["gpus"] for each in beside))]
@@ -318,7 +317,7 @@ def _of_cluster() -> str:
 
 
 def _why(error: Exception) -> str:
-    """Return why an actor ended, in Ray's words, most informative first."""
+    """In Ray's words, most informative first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines[1:] if not _FACT.match(line)]
     return "\n".join([*telling, *lines[:1]]) or type(error).__name__

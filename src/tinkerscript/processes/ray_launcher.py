@@ -1,10 +1,8 @@
 """`RayLauncher` starts a run's processes where a Ray cluster has room.
 
 Ray runs in a child process (`processes.ray_agent`), because it ends connected processes when the cluster's
-head is gone, and the trainer must still save its weights.
-
-Secrets pass through pipes and Ray's calls, never through a command line. The agent and everything it started
-end with this process.
+head is gone, and the trainer must still save its weights. Secrets pass through pipes and Ray's calls, never
+through a command line.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from tinkerscript.processes.planned import PlannedProcess
 
 ACTOR_STOP_S = 4.0
 
-ROOM_S = 600.0  # To get room for what must run from the start.
+ROOM_S = 600.0  # For everything that must run from the start.
 
 LINE_BYTES = 2**20
 
@@ -63,7 +61,7 @@ async def open_launcher(
     launcher = RayLauncher(process, log, note)
     try:
         await launcher.connect(config, plan, room_s)
-        if launcher.gpus:  # CUDA reads it later, at its first use.
+        if launcher.gpus:  # CUDA reads it at its first use.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(launcher.gpus)
         yield launcher
     finally:
@@ -71,12 +69,12 @@ async def open_launcher(
 
 
 class RayProcess(Started):
-    """A process that may still wait for room."""
+    """It may still wait for room."""
 
     def __init__(self, number: int, send: Callable[[dict[str, Any]], None]) -> None:
         self.host, self.port = "", 0
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.why = ""  # Set if it did not end by itself, such as on a lost machine.
+        self.why = ""  # Set if it did not end by itself, as on a lost machine.
         self._number = number
         self._send = send
 
@@ -175,7 +173,7 @@ class RayLauncher(Launcher):
         return process
 
     async def close(self) -> None:
-        """Leave the cluster, and end it if it is our own."""
+        """Also ends a private cluster."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -230,4 +228,4 @@ class RayLauncher(Launcher):
         for future in (self._ready, *(process.ended for process, _ in self._started.values())):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # Or asyncio would log it if nothing waits for the process.
+                future.exception()  # Keeps asyncio from logging it.

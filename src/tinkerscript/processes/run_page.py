@@ -1,7 +1,6 @@
 """Serve a run's page from a child process, `tinkerscript view`.
 
-A run neither waits for its page nor fails because of it. The page has low priority and ends with this
-process.
+A run neither waits for its page nor fails because of it. The page has low priority.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ async def run_page(
     *,
     max_restarts: int = MAX_RESTARTS,
 ) -> AsyncGenerator[None]:
-    """Announce the page's URL, also to `on_page`.
-
-    Without `on_page`, or with `page_port: off`, there is no page.
-    """
+    """Announce the page's URL, also to `on_page`. Without that, or with `page_port: off`, there is no
+    page."""
     if on_page is None or config.page_port == "off":
         yield
         return

@@ -12,10 +12,10 @@ from tinkerscript.lifecycle import last_lines
 from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher
 
 CHILD_GRACE_S = 4.0
-"""Then SIGKILL. An interrupted run exits hard only later."""
+"""Before SIGKILL. An interrupted run exits hard only later."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""For consecutive restarts; the last value repeats."""
+"""Of consecutive restarts; the last value repeats."""
 
 STABLE_AFTER_S = 60.0
 """A child that lived this long restarts at once."""
@@ -65,7 +65,7 @@ class Supervisor:
             child.process.kill()
 
     async def failed(self) -> None:
-        """Raise ChildFailedError when a child cannot run or dies too often."""
+        """Raises ChildFailedError when a child cannot run or dies too often."""
         assert self._failure is not None
         await asyncio.shield(self._failure)
 
@@ -115,7 +115,7 @@ class Supervisor:
         return True
 
     def fail(self, error: Exception) -> None:
-        """Make `failed` raise `error`, or an earlier one."""
+        """Make `failed` raise `error`, unless it has one."""
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)

@@ -75,8 +75,8 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, scores_of
 LossMean = Literal["sequences", "tokens", "tokens_then_sequences", "episodes"]
 
 KL_STEP = "train/kl_step"
-"""Metric: KL(before, after) of a step's weights before its last optimizer step, in nats per token (Schulman's
-k3)."""
+"""Metric: how far a step's weights moved before its last optimizer step, as KL(before, after) in nats per
+token (Schulman's k3)."""
 
 
 @dataclass(frozen=True, slots=True)
