@@ -41,12 +41,12 @@ from inspect_ai.util._sandbox.registry import (
     registry_has_sandboxenv,
 )
 
-# The loggers with levels or handlers that Inspect's first eval changes.
+# Inspect's first eval changes their levels or handlers.
 _LOGGERS = ("", "httpx", "httpx2")
 
 
 def task_names_in_file(path: Path) -> list[str]:
-    """Return a file's `@task` functions without running it. The public way searches whole folders."""
+    """List a file's `@task` functions without running it. The public way searches whole folders."""
     return [name for name, _ in parse_decorators(path, "task")]
 
 
@@ -60,7 +60,7 @@ def create_in_file(path: Path, name: str, args: dict[str, Any]) -> Task:
 
 
 def find_registered(name: str) -> object | None:
-    """Return the registered `@task` function, or None. The public way creates the task."""
+    """The public way creates the task."""
     return registry_lookup("task", name)
 
 
@@ -74,7 +74,7 @@ def registered_names() -> list[str]:
 
 
 def active_epoch() -> int | None:
-    """Return the current sample's epoch, or None. A scorer's model call has no public name for it."""
+    """A scorer's model call has no public name for the sample's epoch."""
     active = sample_active()
     return None if active is None else active.epoch
 
@@ -100,7 +100,7 @@ async def sandbox_files(files: dict[str, str]) -> dict[str, bytes]:
 
 
 async def sandbox_script(setup: str) -> bytes:
-    """Return a sample's setup script (text or a path), with the shebang that Inspect adds."""
+    """A sample's setup script (text or a path), with the shebang that Inspect adds."""
     script = await read_sandboxenv_file(setup)
     return script if script.lstrip().startswith(b"#!") else b"#!/usr/bin/env bash\n\n" + script
 
@@ -141,7 +141,7 @@ def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[
 
 
 def tell_docker_projects(tell: Callable[[str], None]) -> None:
-    """Call `tell` with each Compose project's name before it starts. Inspect invents the names."""
+    """Call `tell` with each Compose project's name, which Inspect invents, before it starts."""
     own = docker.project_startup  # pyright: ignore[reportPrivateImportUsage]
 
     def startup(project: ComposeProject) -> None:
@@ -152,7 +152,7 @@ def tell_docker_projects(tell: Callable[[str], None]) -> None:
 
 
 async def dead_container() -> str:
-    """Return the engine's message if the current sample's container is gone, or "".
+    """The engine's message if the current sample's container is gone, or "".
 
     Inspect would return an ordinary failed command, and the public `sandbox()` would add one to the record.
     """
@@ -165,12 +165,12 @@ async def dead_container() -> str:
 
 
 def mark_choices(state: TaskState) -> None:
-    """Mark the choices, as `multiple_choice()` does after generating."""
+    """As `multiple_choice()` does after generating."""
     set_choices_based_on_generated_response(state, parse_answers(state, multiple_correct=True))
 
 
 def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
-    """Name the scorers as in an Inspect log, where a second `match` is `match1`."""
+    """As in an Inspect log, where a second `match` is `match1`."""
     names: list[str] = []
     for scorer in scorers:
         names.append(unique_scorer_name(scorer, names))
@@ -200,7 +200,7 @@ def task_folder(task: Task) -> str:
 
 
 def overridden_sandbox(task: Task, sandbox: SandboxEnvironmentType) -> SandboxEnvironmentSpec | None:
-    """Replace one task's sandbox; `inspect eval --sandbox` does so for all tasks."""
+    """For one task; `inspect eval --sandbox` does so for all tasks."""
     return resolve_task_sandbox(task, sandbox)
 
 
@@ -232,7 +232,7 @@ def without_live_sessions() -> None:
 
 
 class ProcessState:
-    """Process state that Inspect's first eval changes: `sys.excepthook`, log levels, root handlers.
+    """What Inspect's first eval changes: `sys.excepthook`, log levels, root handlers.
 
     Inspect's logger stays at ERROR, because otherwise it writes a trace record of every model call to a file.
     """

@@ -1,8 +1,8 @@
 """Remove containers when the process that started them ends.
 
-Inspect does not do so if the process is killed or the engine does not answer at that moment. Therefore this
-file runs as a separate process, which receives the name of each Compose project before it starts, and removes
-the rest when its standard input closes.
+Inspect does not if the process is killed or the engine does not answer at that moment. Therefore this file
+runs as a separate process, which receives the name of each Compose project before it starts, and removes the
+rest when its standard input closes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _sweep(projects: set[str]) -> None:
         for kind, names in found.items():
             if names:
                 _docker(*_KINDS[kind][2], *names)
-        time.sleep(0.5)  # Earlier requests may still be in progress.
+        time.sleep(0.5)  # Earlier requests may be in progress.
 
 
 def _end_commands(projects: set[str]) -> bool:

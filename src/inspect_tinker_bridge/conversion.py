@@ -2,8 +2,7 @@
 
 Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, with its id's type, its None values
 and its sandbox, which pydantic's round trip loses. Text, reasoning and tool arguments survive to the
-character; what cannot be expressed raises UnsupportedError. Conversions take microseconds, Inspect's a
-millisecond.
+character; anything else raises UnsupportedError. Conversions take microseconds, Inspect's a millisecond.
 """
 
 from __future__ import annotations
@@ -66,12 +65,11 @@ MessageDict: TypeAlias = dict[str, Any]
 """A message with `role`, `content` and, where they apply, `tool_calls` (arguments as JSON text),
 `tool_call_id`, `name`, `reasoning_content` and `error`.
 
-`content` is text, or with images a list of `text` and `image_url` parts.
+With images, `content` is a list of `text` and `image_url` parts, otherwise text.
 """
 
 Json: TypeAlias = dict[str, Any]
 
-# OpenAI's names of GenerateConfig fields.
 _SENT = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -142,13 +140,13 @@ _STOP_REASONS: dict[str, StopReason] = {
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """Convert a sample without its unset fields. Unknown metadata becomes its `repr`."""
+    """Leaves out unset fields. Unknown metadata becomes its `repr`."""
     held: dict[str, Any] = from_json(to_json(sample, fallback=repr))
     return {name: value for name, value in held.items() if value is not None}
 
 
 def sample_from_json(held: Mapping[str, Any]) -> Sample:
-    """Restore a sample. Raises pydantic's ValidationError, or TypeError without input."""
+    """Raises pydantic's ValidationError, or TypeError without input."""
     fields = dict(held)
     sandbox = fields.pop("sandbox", None)
     sample = Sample.model_validate(fields)
@@ -158,7 +156,7 @@ def sample_from_json(held: Mapping[str, Any]) -> Sample:
 
 
 def sample_digest(sample: Sample) -> str:
-    """Return a digest of the problem that is equal on all machines and independent of its id.
+    """A digest of the problem, equal on all machines and independent of its id.
 
     Absolute paths count with their last part, and objects of unknown types with their type.
     """
@@ -167,7 +165,7 @@ def sample_digest(sample: Sample) -> str:
 
 
 def sample_summary(sample: Sample) -> dict[str, Any]:
-    """Describe the sample as JSON for readers that cannot load its task."""
+    """JSON for readers that cannot load the task."""
     held = {
         "id": sample.id,
         "input": sample.input,
@@ -218,7 +216,7 @@ def _settled(value: Any) -> Any:
 
 
 def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
-    """Restore the sample of an `inspect_dataset_to_hf` row, or of its `info`. Raises UnsupportedError."""
+    """The sample of an `inspect_dataset_to_hf` row, or of its `info`. Raises UnsupportedError."""
     info: Any = row if isinstance(row, str) else row.get("info", row)
     held = json.loads(info) if isinstance(info, str) else info
     if not isinstance(held, Mapping) or "sample" not in held:
@@ -246,7 +244,7 @@ class ChatConverter:
     """
 
     def __init__(self) -> None:
-        # Tool arguments, as sent and as parsed.
+        # As sent and as parsed.
         self._arguments: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def request(
@@ -323,7 +321,7 @@ class ChatConverter:
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
-    """Return a GenerateConfig's request fields. Raises UnsupportedError."""
+    """Raises UnsupportedError."""
     wanted = _wanted(config)
     _refuse(wanted.keys() - _SENT.keys() - {"response_schema"} - _LEFT_OUT - _INSPECTS_OWN)
     fields = {_SENT[name]: value for name, value in wanted.items() if name in _SENT}
@@ -335,13 +333,13 @@ def sampling_fields(config: GenerateConfig) -> Json:
 
 
 def unapplied(config: GenerateConfig) -> list[str]:
-    """Return the set fields that no request carries, as `name=value`."""
+    """Set fields that no request carries, as `name=value`."""
     wanted = _wanted(config)
     return [f"{name}={wanted[name]!r}" for name in sorted(wanted) if name in LEFT_OUT]
 
 
 def check_for_tinker(config: GenerateConfig, *, applied: Collection[str] = ()) -> list[str]:
-    """Return the fields that the trainer decides, as `name=value`, except `applied` ones.
+    """The fields that the trainer decides, as `name=value`, except `applied` ones.
 
     Raises UnsupportedError for fields that a Tinker environment cannot apply, such as several choices or
     logprobs.
@@ -516,7 +514,7 @@ def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
 
 
 def tool_call(call_id: str, name: str, arguments: dict[str, Any], problem: str | None) -> ToolCall:
-    """`problem` describes invalid arguments; the name may be invalid too."""
+    """`problem`: of the arguments; the name may be invalid too."""
     if (unusable := _unusable_text(name)) is not None:
         name = name.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
         problem = f"the tool's name, {name}, {unusable.replace('have', 'has', 1)}"

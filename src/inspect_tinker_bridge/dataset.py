@@ -31,7 +31,7 @@ class DatasetRow(TypedDict):
     """JSON with the task's name and the whole sample, for `conversion.sample_of_row`."""
 
     id: str
-    """The id as text. `info` keeps its type."""
+    """As text. `info` keeps its type."""
 
 
 FEATURES = Features(

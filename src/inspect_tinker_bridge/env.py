@@ -1,8 +1,8 @@
 """Tinker environments of Inspect tasks: `InspectEnv`, groups, and datasets of groups.
 
-Invariants: each observation extends the previous one and its action unless `fork` says otherwise. A failure
-raises TaskFailedError and is never a reward of 0. A dataset's batches depend only on its options, so that a
-resumed run gets the same ones.
+Each observation extends the previous one and its action unless `fork` says otherwise. A failure raises
+TaskFailedError and is never a reward of 0. A dataset's batches depend only on its options, so a resumed run
+gets the same ones.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ _STOPS = {
 
 @dataclass(frozen=True)
 class EnvOptions:
-    """Options of a dataset's environments. They are pickled, so functions must be importable."""
+    """Pickled, so functions must be importable."""
 
     env_type: EnvType = "single_turn"
     max_turns: int = 10
     """Limits the actions unless `single_turn`. A further model call ends and scores the episode."""
 
     scorer_weights: Mapping[str, float] | None = None
-    """Weights by scorer name. None: equal weights."""
+    """By scorer name. None: equal weights."""
 
     runner: RunnerOptions = field(default_factory=RunnerOptions)
     applied: frozenset[str] = frozenset()
-    """Fields of `InspectEnv.generate_config` that the caller applies, which suppresses a warning."""
+    """Fields of `InspectEnv.generate_config` that the caller applies, so they give no warning."""
 
     def __post_init__(self) -> None:
         if self.env_type not in get_args(EnvType):
@@ -134,12 +134,12 @@ class InspectEnv(Env):
         self._rewarded = False
         self.outcome: EpisodeOutcome | None = None
         self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
-        """Each prompt's messages with its action's message."""
+        """Each prompt's messages with its action's."""
 
         self.unapplied: set[str] = set()  # Settings that the trainer decides, as `name=value`.
         self.scored: EpisodeReward | None = None
         self.record: EvalSample | None = None
-        """Inspect's record, also of a failed episode; None before its end."""
+        """Inspect's, also of a failed episode; None before its end."""
 
     async def initial_observation(
         self,
@@ -167,7 +167,7 @@ class InspectEnv(Env):
         )
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        """Pass the action (sampled token ids) to the solver and wait for its next model call or its end.
+        """Pass the action (sampled token ids) to the solver, and wait for its next model call or its end.
 
         Raises TaskFailedError if the solver or a scorer raises.
         """
@@ -187,8 +187,8 @@ class InspectEnv(Env):
     async def finish(self) -> tuple[float, Metrics]:
         """Score an episode that the trainer stopped early.
 
-        Returns the reward that no step has returned yet, and the metrics without `stop/`. Raises
-        TaskFailedError if the episode never started, or if the solver or a scorer raises.
+        Returns the reward that no step has returned, and the metrics without `stop/`. Raises TaskFailedError
+        if the episode never started, or if the solver or a scorer raises.
         """
         if self._rewarded:
             return 0.0, {}
@@ -240,7 +240,6 @@ class InspectEnv(Env):
         return 1 if self._options.env_type == "single_turn" else self._options.max_turns
 
     def _refuse(self) -> None:
-        # The solver called the model once too often.
         limit = self._allowed_turns
         self._pending.finish(LimitExceededError("custom", value=limit + 1, limit=limit, message="max_turns"))
 
@@ -253,14 +252,14 @@ class InspectEnv(Env):
 
     @property
     def generate_config(self) -> GenerateConfig:
-        """The settings of the solver's pending call, including the task's config."""
+        """Of the solver's pending call, including the task's config."""
         return self._call.request.config if self._call else GenerateConfig()
 
     def _observation(self) -> tuple[tinker.ModelInput, StopCondition]:
         return self._prompt.model_input, _stop_condition(self._renderer, self.generate_config)
 
     def _answer(self, call: PendingCall, action: list[int], *, truncated: bool) -> bool:
-        """Return whether the solver had already ended."""
+        """Returns whether the solver had already ended."""
         parsed = self._parse(call.request, action)
         self._format_valid &= parsed.is_well_formed
         output = to_model_output(
@@ -311,7 +310,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
         require_counts(num_envs_per_group=self.num_envs)
 
     async def make_envs(self) -> Sequence[Env]:
-        """Make `num_envs` environments, unstarted. Waits while another event loop runs episodes."""
+        """They have not started. Waits while another event loop runs episodes."""
         if self._runner is None:
             self._runner = await shared_pool().acquire(self.task, self.options.runner)
         made = [
@@ -347,7 +346,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
             logger.exception("the eval of the task %r did not close", self.task.name)
 
     def logging_tags(self) -> list[str]:
-        """Return the task's name without its package."""
+        """The task's name without its package."""
         return [self.task.name.rpartition("/")[2]]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -393,7 +392,7 @@ class InspectRLDataset(RLDataset):
 
     @property
     def shuffle_seed(self) -> int | None:
-        """The seed of the samples' order, or None without shuffling."""
+        """None without shuffling."""
         return self._seed
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:

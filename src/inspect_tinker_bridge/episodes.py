@@ -1,8 +1,8 @@
 """Episodes inside an eval: their model calls, the policies that answer them, and their outcomes.
 
-Invariants: a model call belongs to exactly one episode, found through a context variable. A call without one
-comes from a scorer that grades with the policy. Every call that `PendingCalls.generate` accepts is taken by
-`next_call`, or fails with the limit of `finish`.
+A model call belongs to exactly one episode, found through a context variable. A call without one comes from a
+scorer that grades with the policy. Every call that `PendingCalls.generate` accepts is taken by `next_call`,
+or fails with the limit of `finish`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from inspect_tinker_bridge.errors import (
     SelfGradingError,
 )
 
-MODEL_NAME = "tinkerbridge/policy"  # The trained model in Inspect's states and logs.
+MODEL_NAME = "tinkerbridge/policy"  # In Inspect's states and logs.
 UNLIMITED = 1_000_000  # Callers decide how many episodes run at once.
 
 
@@ -58,7 +58,7 @@ class GenerateRequest:
     tool_choice: ToolChoice
     config: GenerateConfig
     role: str = ""
-    """The requested role, or empty for the policy."""
+    """Empty for the policy."""
 
 
 class ChatPolicy(Protocol):
@@ -80,18 +80,18 @@ class ChatPolicy(Protocol):
 class EpisodeOutcome:
     sample_id: int | str
     scores: dict[str, Score]
-    """Scores by scorer name; empty if the solver or a scorer raised."""
+    """By scorer name; empty if the solver or a scorer raised."""
 
     error: str | None
     """The exception of the solver or a scorer."""
 
     limit: str | None
-    """What ended the solver: `message`, `token`, `turn`, `time`, `custom`..."""
+    """Ended the solver: `message`, `token`, `turn`, `time`, `custom`..."""
 
     messages: list[ChatMessage]
     traceback: str = ""
     completion: str = ""
-    """The text that was scored."""
+    """The scored text."""
 
     record: EvalSample | None = field(default=None, repr=False, compare=False)
 
@@ -120,7 +120,7 @@ class RunningEpisode:
     is_finishing: bool = False  # The solver should end now, or before it begins.
     self_graded: bool = False
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
-    # Receives Inspect's record of the episode, whatever its outcome.
+    # Gets Inspect's record, whatever the outcome.
     on_record: Callable[[EvalSample], None] = lambda record: None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
@@ -177,7 +177,7 @@ class PendingCall:
 
 
 class PendingCalls:
-    """A policy that queues model calls for the code that drives the episode."""
+    """Queues model calls for the code that drives the episode."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class PendingCalls:
                 reply.set_exception(limit)
 
     async def next_call(self, episode: asyncio.Future[Any]) -> PendingCall | None:
-        """Returns None once `episode` has ended."""
+        """None once `episode` has ended."""
         if episode.done():
             return None
         waiter = asyncio.ensure_future(self.calls.get())
@@ -236,7 +236,7 @@ def current_policy() -> ChatPolicy:
 
 @solver
 def bind_episode(episodes: Episodes) -> Solver:
-    """Make a setup solver that assigns its context's model calls to the sample's episode."""
+    """A setup solver that assigns its context's model calls to the sample's episode."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         episode = episodes.get(state.epoch)
@@ -251,7 +251,7 @@ def bind_episode(episodes: Episodes) -> Solver:
 
 
 def guarded(own: Solver) -> Solver:
-    """Wrap a solver so that its exceptions only fail its episode."""
+    """Make a solver's exceptions fail only its episode."""
     if isinstance(own, Sequence):
         return chain([guarded(each) for each in cast("Sequence[Solver]", own)])
 
@@ -268,7 +268,7 @@ def guarded(own: Solver) -> Solver:
 
 
 def reportable(error: BaseException) -> BaseException:
-    """Return `error`, or a replacement that does not end the eval with all its episodes.
+    """`error`, or a replacement that does not end the eval with all its episodes.
 
     Inspect fails on errors that are not an Exception, and on messages that UTF-8 cannot encode, such as JSON
     text from a model (`"\\ud800"`).
@@ -290,9 +290,9 @@ def reportable(error: BaseException) -> BaseException:
 
 
 def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
-    """Wrap a scorer so that it ends with its abandoned episode. Inspect would only end the solver.
+    """Make a scorer end with its abandoned episode. Inspect would only end the solver.
 
-    It raises if the sample's container is gone, because then correct commands failed too.
+    Raises if the sample's container is gone, because then correct commands failed too.
     """
 
     @functools.wraps(scorer)  # Keeps the attributes that register it.
@@ -339,7 +339,7 @@ def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str 
 
 
 class _UntimedModel(Model):
-    """A model with calls that no GenerateConfig times out, retries or delays.
+    """No GenerateConfig times out, retries or delays its calls.
 
     The public API merges configs earlier, and `attempt_timeout` would discard a finished reply.
     """
@@ -362,7 +362,7 @@ _CONNECTION_FIELDS = (
 
 
 class TuningLeftOut(Model):
-    """Drops `conversation.unapplied` fields, which servers would refuse, from every GenerateConfig."""
+    """Drops `conversion.unapplied` fields, which servers would refuse, from every GenerateConfig."""
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
         return super()._resolve_config(config).model_copy(update=dict.fromkeys(LEFT_OUT))
@@ -385,7 +385,7 @@ def _price_policy() -> None:
 
 
 def estimated_tokens(text: str) -> int:
-    # This estimate is rather too high.
+    # Rather too high.
     return max(1, len(text.encode(errors="replace")) // 3)
 
 
@@ -395,7 +395,7 @@ class _PolicyAPI(ModelAPI):
         self.episodes: Episodes = {}
         self.allow_self_grading = False
         self.role = ""
-        self.instead_of: str | None = None  # It replaces this role, and refuses every call.
+        self.instead_of: str | None = None  # The role that it replaces, refusing every call.
 
     def max_connections(self) -> int:
         return UNLIMITED
@@ -451,6 +451,6 @@ async def _answer(policy: ChatPolicy, request: GenerateRequest) -> ModelOutput:
 
 
 def _is_cancelling() -> bool:
-    # What the task awaits may be cancelled without the task itself.
+    # The awaited object may be cancelled without the task.
     task: asyncio.Task[Any] | None = asyncio.current_task()
     return task is not None and task.cancelling() > 0

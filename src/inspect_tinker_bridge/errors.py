@@ -47,7 +47,7 @@ class TaskError(BridgeError): ...
 
 
 class TaskNotFoundError(TaskError):
-    """The file, the name in it, or the registered name does not exist. The message lists what exists."""
+    """The message lists what exists."""
 
 
 class TaskArgumentsError(TaskError): ...
@@ -57,15 +57,15 @@ class InvalidTaskError(TaskError): ...
 
 
 class EnvironmentConfigError(BridgeError, ValueError):
-    """An option of `load_environment` that cannot be used. The message says what is allowed."""
+    """The message says what is allowed."""
 
 
 class UnsupportedError(BridgeError):
-    """A message, tool or setting that the target format cannot express exactly."""
+    """The target format cannot express a message, tool or setting exactly."""
 
 
 class SandboxError(BridgeError):
-    """A sandbox that is not available here: an unknown provider, or an engine that does not respond."""
+    """An unknown provider, or an engine that does not respond."""
 
 
 class RunnerError(BridgeError): ...
@@ -92,7 +92,7 @@ class TaskFailedError(EpisodeError):
 
 
 class EpisodeAbandonedError(EpisodeError):
-    """The episode was cancelled; its model calls are refused from then on."""
+    """The episode was cancelled; its later model calls are refused."""
 
 
 class SelfGradingError(EpisodeError):
@@ -108,7 +108,6 @@ class SelfGradingError(EpisodeError):
 
 
 def require_counts(**values: object) -> None:
-    """Raise EnvironmentConfigError for anything but an integer of at least 1."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
             raise EnvironmentConfigError(f"{name} is {value!r}; it must be an integer of at least 1")

@@ -1,7 +1,4 @@
-"""Find a task's prompt by running the solver up to its first model call.
-
-Neither the policy nor a role's model is called.
-"""
+"""Find a task's prompt by running the solver up to its first model call, which no model answers."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ async def get_ground_truth_messages(task: Task | InspectTaskInfo, sample: Sample
 
 
 def silent_roles(info: InspectTaskInfo) -> RunnerOptions:
-    """Make the task's model roles answer with an error."""
+    """The task's model roles answer with an error."""
     roles: dict[str, str | Model] = {role: refusing_model(role) for role in info.task.model_roles or {}}
     return RunnerOptions(model_roles=roles or None)
 

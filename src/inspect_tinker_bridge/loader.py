@@ -1,7 +1,7 @@
 """Turn a task into a Tinker dataset: `load_environment`, and `InspectRLDatasetBuilder` for tinker_cookbook.
 
-Importing this module registers older renderer names with tinker_cookbook. Invariant: train and test sets
-never share a sample unless the task's arguments make them.
+Importing this module registers older renderer names with tinker_cookbook. Train and test sets never share a
+sample unless the task's arguments make them.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def load_environment(
 ) -> InspectRLDataset:
     """Make a Tinker dataset of environments from a task's samples.
 
-    `task` is a task function, a Task, `file.py@name` or a registered name. `task_args` and further keyword
-    arguments are passed to the task function. `renderer` is a tinker_cookbook renderer, or its name together
-    with a `tokenizer`, and an `image_processor` for images.
+    `task` is a task function, a Task, `file.py@name` or a registered name. It gets `task_args` and further
+    keyword arguments. `renderer` is a tinker_cookbook renderer, or its name together with a `tokenizer`, and
+    an `image_processor` for images.
 
     `env_type`: `single_turn` takes one action and scores it. `multi_turn` gives a task without an agent one
     with bash, python and submit in its sandbox; `submit_instruction` is added to the system message, and a
@@ -89,8 +89,8 @@ def load_environment(
 
     The trainer chooses the sampling parameters: of the task's GenerateConfig, only `stop_seqs` applies.
 
-    Raises EnvironmentConfigError (a ValueError) for an option that cannot be used, UnsupportedError for a
-    GenerateConfig that a policy does not support, SandboxError, and the errors of `load_inspect_task`.
+    Raises EnvironmentConfigError (a ValueError) for an unusable option, UnsupportedError for a GenerateConfig
+    that a policy does not support, SandboxError, and the errors of `load_inspect_task`.
     """
     _check_self_grading(env_type, allow_self_grading)
     if max_samples is not None:
@@ -121,8 +121,8 @@ def load_environment(
 class InspectRLDatasetBuilder(RLDatasetBuilder):
     """Configures an Inspect task as the dataset of `tinker_cookbook.rl.train` and its command line.
 
-    The test set is `test_samples` held-out samples, or the task with `test_task_args`, or none. The other
-    fields are as in `load_environment`.
+    The test set is `test_samples` held-out samples, or the task with `test_task_args`, or none. Other fields
+    are as in `load_environment`.
     """
 
     task: str = chz.field(doc="file.py@name or a registered name")

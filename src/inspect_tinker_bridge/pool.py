@@ -1,7 +1,7 @@
 """The `TaskRunner` that the environments of a process share.
 
-Invariants: a runner is only open while it has a holder, so that other evals can run in between. Tasks join
-the open runner. Event loops in different threads take turns, because Inspect runs one eval per process.
+A runner is only open while it has a holder, so that other evals can run in between. Tasks join the open
+runner. Event loops in different threads take turns, because Inspect runs one eval per process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from inspect_tinker_bridge.tasks import InspectTaskInfo
 
 
 class RunnerPool:
-    """Shares one open TaskRunner among holders. It belongs to one event loop."""
+    """Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._opening = asyncio.Lock()
@@ -69,7 +69,7 @@ class RunnerPool:
 
 
 class _ProcessLock:
-    """A first-come, first-served lock for event loops in several threads."""
+    """First come, first served, for event loops in several threads."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()

@@ -1,7 +1,6 @@
 """Inspect's records of episodes: a log of several (`write_inspect_log`), or a packed transcript of one.
 
-Invariants: a log appears only when it is complete. `pack_transcript` never raises and stays within its
-bounds.
+A log appears only when it is complete. `pack_transcript` never raises and stays within its bounds.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class SavedRollout:
     record: EvalSample
     reward: float | None
     turns: Sequence[tuple[list[int], list[int]]] = ()
-    """The prompt ids and sampled ids of each action."""
+    """Prompt ids and sampled ids of each action."""
 
 
 def write_inspect_log(path: Path, rollouts: Sequence[SavedRollout]) -> None:
@@ -102,7 +101,7 @@ def _mean_reward(rollouts: Sequence[SavedRollout]) -> EvalResults:
 
 
 def pack_transcript(record: EvalSample, max_bytes: int) -> bytes:
-    """Return the record as JSON of an `EvalSample` in a zstd frame of at most `max_bytes` bytes.
+    """The record as JSON of an `EvalSample` in a zstd frame of at most `max_bytes` bytes.
 
     Long texts are cut first, then events in the middle are left out. Empty if that does not suffice.
     """

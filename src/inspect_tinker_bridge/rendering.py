@@ -1,8 +1,8 @@
 """Render Inspect messages as prompt ids, and turn sampled actions into Inspect model outputs.
 
-Invariants: text survives to the character. An action that does not parse becomes text or a failed tool call,
-never an exception. While the history is unmodified, the next prompt is the previous prompt ids + sampled ids
-+ newly rendered ids (`TokenBuffer`). Otherwise the whole prompt is rendered as a fork.
+Text survives to the character. An action that does not parse becomes text or a failed tool call, never an
+exception. While the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly
+rendered ids (`TokenBuffer`). Otherwise the whole prompt is rendered as a fork.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class ContinuingRenderer(Renderer):
     def continuation(
         self, prompt: list[int], action: list[int], history: list[Message], messages: list[Message]
     ) -> list[int] | None:
-        """Return the ids to append to `prompt` and its sampled `action` to generate after `messages`.
+        """The ids to append to `prompt` and its sampled `action` to generate after `messages`.
 
-        None if the renderer rewrites the `history` when the messages follow.
+        None if the renderer then rewrites the `history`.
         """
 
 
@@ -249,10 +249,8 @@ def _cut(message: Message, stops: Sequence[str]) -> Message:
 def to_model_output(
     message: Message, *, prompt_tokens: int, sampled_tokens: int, truncated: bool
 ) -> ModelOutput:
-    """Build the solver's model output. `truncated`: sampling reached its token limit.
-
-    NUL characters, which no sandbox accepts, become U+FFFD.
-    """
+    """`truncated`: sampling reached its token limit. NUL characters, which no sandbox accepts, become
+    U+FFFD."""
     calls = _to_inspect_calls(message)
     stop: StopReason = "max_tokens" if truncated else "tool_calls" if calls else "stop"
     reply = ChatMessageAssistant(
@@ -391,8 +389,8 @@ class Prompt:
 @dataclass(frozen=True)
 class _Turn:
     messages: list[Message]
-    rendered: list[Piece]  # `messages` rendered for generation, independent of what was sampled.
-    ids: list[Piece]  # The prompt that was sampled from, and the action.
+    rendered: list[Piece]  # For generation, independent of sampled ids.
+    ids: list[Piece]  # The sampled prompt and the action.
     prompt_length: int
 
     reply: Message
@@ -460,7 +458,7 @@ class TokenBuffer:
         return _pieces(self._renderer.build_generation_prompt(messages))
 
     def _splice(self, turn: _Turn, messages: list[Message], rendered: list[Piece]) -> list[Piece] | None:
-        """Return `turn`'s ids plus what follows it in `messages`, or None if these do not extend it."""
+        """`turn`'s ids and the rest of `messages`, or None if these do not extend it."""
         count = len(turn.messages)
         if isinstance(self._renderer, ContinuingRenderer):
             return self._continued(self._renderer, turn, messages)

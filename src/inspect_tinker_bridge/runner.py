@@ -1,8 +1,8 @@
 """`TaskRunner` is a persistent Inspect eval that runs every episode of one or more tasks.
 
-Invariants: every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval do. The
-end of a task leaves other tasks' episodes running. Closing restores the process state. One runner is open at
-a time, because Inspect allows one eval per process.
+Every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval do. The end of a
+task leaves other tasks' episodes running. Closing restores the process state. One runner is open at a time,
+because Inspect allows one eval per process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RunnerOptions:
     """How a runner's episodes differ from the task."""
 
     model_roles: Mapping[str, str | Model] | None = None
-    """Inspect model roles, such as the grader of model-graded scorers."""
+    """Such as the grader of model-graded scorers."""
 
     sandbox: SandboxConfig | None = None
     """Replaces the task's sandbox, like `inspect eval --sandbox`."""
@@ -61,7 +61,7 @@ class RunnerOptions:
 
     solver: Solver | None = None
     policy_roles: Sequence[str] = ()
-    """Inspect model roles that the episode's policy answers too (see `GenerateRequest.role`)."""
+    """Inspect model roles that the policy answers too (see `GenerateRequest.role`)."""
 
 
 class TaskRunner:
@@ -334,7 +334,7 @@ class _TaskEntry:
 
 
 class _TaskFeed(TaskSource):
-    """The tasks of an eval, including later ones. It lives until `close`."""
+    """The tasks of an eval, including later ones, until `close`."""
 
     def __init__(self, on_task_ended: Callable[[EvalLog], None]) -> None:
         self.first: list[Task] = []
@@ -377,7 +377,7 @@ class _TaskFeed(TaskSource):
 class _SampleFeed(SampleSource):
     """Feeds one task's samples into the eval and delivers its outcomes.
 
-    Inspect awaits `next_samples` only while the task is idle, so that every submission must wake it.
+    Inspect awaits `next_samples` only while the task is idle, so every submission must wake it.
     """
 
     def __init__(self, episodes: Episodes) -> None:
@@ -395,7 +395,7 @@ class _SampleFeed(SampleSource):
 
     @property
     def busy(self) -> bool:
-        # This includes abandoned samples.
+        # Includes abandoned samples.
         return self._running > 0
 
     def submit(self, sample: Sample, epoch: int) -> None:

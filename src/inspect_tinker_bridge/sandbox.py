@@ -1,6 +1,6 @@
 """Sandboxes outside of episodes: start one for a sample, run commands in it, release it.
 
-Invariant: a `SandboxInstance` is released exactly once, by `cleanup_sandbox` or at the exit of the process.
+A `SandboxInstance` is released exactly once, by `cleanup_sandbox` or at the exit of the process.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """A sandbox that replaces the task's."""
+    """Replaces the task's sandbox."""
 
     sandbox_type: str = "docker"
     """An Inspect provider: `docker`, `local` (runs commands on this machine), or one from a package."""
 
     config: str | None = None
-    """The absolute path of the provider's config file. None uses the task's if it fits."""
+    """Absolute path of the provider's config file. None uses the task's if it fits."""
 
     timeout: int = 120
-    """The default time limit of `exec_in_sandbox` in seconds."""
+    """Default time limit of `exec_in_sandbox`, in seconds."""
 
     def __post_init__(self) -> None:
         require_counts(timeout=self.timeout)
@@ -116,10 +116,8 @@ def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConf
 
 
 def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
-    """Return a provider by name. Blocks while docker answers.
-
-    Raises SandboxError for an unknown provider, or if docker's engine does not respond.
-    """
+    """Blocks while docker answers. Raises SandboxError for an unknown provider, or if docker's engine does
+    not respond."""
     provider = _inspect_private.sandbox_provider(sandbox_type)
     if provider is None:
         known = ", ".join(_inspect_private.sandbox_provider_names())

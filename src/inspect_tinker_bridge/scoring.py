@@ -1,7 +1,7 @@
 """Scores, rewards and reports of finished episodes.
 
-Invariant: an error, a missing score, or a score or reward that is not a finite number fails the episode; it
-is never a reward of 0. A scorer that returns None, as Inspect allows, does not count.
+An error, a missing score, or a score or reward that is not a finite number fails the episode; it is never a
+reward of 0. A scorer that returns None, as Inspect allows, does not count.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class EpisodeReport:
 def report_of(
     outcome: EpisodeOutcome, scored: EpisodeReward, unapplied: Collection[str] = ()
 ) -> EpisodeReport:
-    """`unapplied` lists settings of the task that do not apply to this model."""
+    """`unapplied`: settings of the task that do not apply to this model."""
     replies = (message.text for message in reversed(outcome.messages) if message.role == "assistant")
     explained = {
         name: {
@@ -212,7 +212,7 @@ def _shown(value: object) -> str:
 
 
 def _place(traceback: str) -> str:
-    # A place outside of installed packages is preferred.
+    # Prefer code outside of installed packages.
     frames = _FRAME.findall(traceback)
     own = [frame for frame in frames if not any(each in frame[0] for each in _INSTALLED)]
     return " ({}, line {})".format(*(own or frames)[-1]) if frames else ""
@@ -248,7 +248,7 @@ def _final_state(sample: Sample, messages: list[ChatMessage]) -> TaskState:
 
 
 def _final_output(messages: Sequence[ChatMessage], submit: str = "submit") -> ModelOutput:
-    """Return the answer submitted last, or else the last assistant message."""
+    """The answer submitted last, or else the last assistant message."""
     replies = [message for message in messages if isinstance(message, ChatMessageAssistant)]
     if not replies:
         return ModelOutput(model=MODEL_NAME)

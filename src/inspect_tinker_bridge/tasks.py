@@ -51,7 +51,7 @@ _NAMES_SHOWN = 20
 
 @dataclass(frozen=True)
 class InspectTaskInfo:
-    """A loaded task with what episodes need to know about it.
+    """A loaded task.
 
     It pickles as instructions to load the task again, once per process, unless it was given as a Task.
     """
@@ -65,7 +65,7 @@ class InspectTaskInfo:
 
     scorers: list[Scorer]
     scorer_names: list[str]
-    """Names as in Inspect's logs, where a second `match` is `match1`."""
+    """As in Inspect's logs, where a second `match` is `match1`."""
 
     sandbox_type: str | None
     """`docker`, `local`, ..., or None."""
@@ -76,14 +76,14 @@ class InspectTaskInfo:
 
     @property
     def task_id(self) -> str:
-        """The task's name on any machine: `file.py@name` without the folder, or the registered name."""
+        """The same on any machine: `file.py@name` without the folder, or the registered name."""
         if not isinstance(self.source, str):
             return self.name
         path = Path(self.source.partition("@")[0])
         return f"{path.name}@{self.name}" if path.suffix == ".py" else self.source
 
     def fresh_task(self) -> Task:
-        """Return a copy for callers that modify it, as `task_with` does."""
+        """A copy for callers that modify it, as `task_with` does."""
         return copy.copy(self.task)
 
     def __reduce__(self) -> tuple[Callable[[bytes], InspectTaskInfo], tuple[bytes]]:
@@ -104,10 +104,9 @@ def _load_pickled(source_and_args: bytes) -> InspectTaskInfo:
 def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
     """Load a task; each call creates a fresh Task.
 
-    `task` is a task function, a Task, `file.py@name`, a `file.py` with a single task, or a registered name
-    such as `inspect_evals/gsm8k`. Samples without an id get their position from 1, as in Inspect. Raises
-    TaskNotFoundError with the existing names, TaskArgumentsError for arguments that the task does not accept,
-    InvalidTaskError for duplicate sample ids or something that is not a task, and the task's exceptions.
+    Samples without an id get their position from 1, as in Inspect. Raises TaskNotFoundError with the existing
+    names, TaskArgumentsError for arguments that the task does not accept, InvalidTaskError for duplicate
+    sample ids or something that is not a task, and the task's exceptions.
     """
     loaded = _create(task, task_args)
     if not isinstance(loaded, Task):
@@ -255,7 +254,6 @@ def _describe(task: TaskLike) -> str:
 # as marking choices, applies to the submitted one.
 
 SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
-"""The default instruction about the submit tool in the system message."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +262,7 @@ class AgentOptions:
     """Added to the task's system message."""
 
     tool_timeout_s: int = 180
-    """For a bash or python call. A timeout is a tool result."""
+    """Of a bash or python call. A timeout is a tool result."""
 
     def __post_init__(self) -> None:
         require_counts(tool_timeout=self.tool_timeout_s)
@@ -302,7 +300,7 @@ def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
 
 def _instruct(state: TaskState, instruction: str | None) -> None:
     # In the first system message, because chat templates treat a second one differently. A solver that
-    # generates again finds it there, so that the prompt extends the previous one.
+    # generates again finds it there, so the prompt extends the previous one.
     first = state.messages[0] if state.messages else None
     if not instruction or (isinstance(first, ChatMessageSystem) and first.text.endswith(instruction)):
         return
