@@ -1,7 +1,7 @@
 """`AlignmentCheck`: decides which sequences of a step may train, and whether the step may happen.
 
-Off-policy samples (lag above 0) should differ from the trainer: they are measured but stop nothing, unless
-their logprobs belong to other tokens.
+Off-policy samples (lag above 0) should differ from the trainer: they stop nothing, unless their logprobs
+belong to other tokens.
 """
 
 from __future__ import annotations
@@ -46,11 +46,9 @@ class TrainedModel:
     """Whether tokens are scored at their sampling temperatures."""
 
     routing: Routing | None = None
-    """How the experts are chosen that training replays."""
 
     @classmethod
     def of(cls, folder: Path, backend: TrainerBackend, *, scales_logits: bool = True) -> TrainedModel:
-        """`scales_logits`: False if a teacher or other scorer ignores temperatures."""
         tokenizer = LightTokenizer(folder)
         eos = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
 
@@ -87,7 +85,6 @@ class AlignmentCheck:
         """`id(rollout)` -> why it failed."""
 
         self.noticed: Counter[tuple[str, str, str]] = Counter()
-        """(`error` or `warning`, name, episode uuid) -> count in this step."""
 
     def begin(self) -> None:
         self.left_out.clear()
@@ -148,8 +145,8 @@ class AlignmentCheck:
     ) -> list[WeightedRollout]:
         """Returns the sequences that may train. `trainer`: float32 [T] logprobs each, [0] unused.
 
-        `lags`: policy version -> training steps behind (None: all current). Raises AlignmentError if lag-0
-        sequences are misaligned, unless set to warn.
+        `lags`: policy version -> training steps behind (None: all current). Raises AlignmentError for
+        misaligned lag-0 sequences, unless set to warn.
         """
         current = Gap()
         pairs: list[Pair] = []

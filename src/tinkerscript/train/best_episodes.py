@@ -1,7 +1,7 @@
 """`load_episodes`: a run's best episodes, or pairs of episodes, as training data.
 
-Invariants: tokens and prompts are as sampled, and no sequence with an error trains
-(`rollouts.alignment.checks`). Temperature 0 is fine, because its logprobs are not used.
+Tokens and prompts are as sampled, and no sequence with an error trains (`rollouts.alignment.checks`).
+Temperature 0 is fine, because its logprobs are not used.
 """
 
 from __future__ import annotations

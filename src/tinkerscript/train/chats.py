@@ -1,7 +1,7 @@
 """`Chats`, which `method: sft` trains on or holds out.
 
-Invariants: no chat is truncated, and none both trains and is held out. Each reply follows the prompt that the
-gateway would give. Selection and order depend on the seed.
+No chat is truncated, and none both trains and is held out. Each reply follows the prompt that the gateway
+would give. Selection and order depend on the seed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class Chats:
     epochs: int
     seed: int
     origin: Mapping[str, object]
-    """`sha256` and what determines the split, for resuming."""
 
     what: str = "chats"
     why_left_out: str = "are too long"

@@ -1,7 +1,4 @@
-"""`Batch` holds the groups that a step or an evaluation waits for; `Collector` delivers outcomes to them.
-
-Every outcome goes to one group, by episode id, or is recorded as left out.
-"""
+"""`Batch` holds the groups that a step or an evaluation waits for; `Collector` delivers outcomes to them."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ BatchRule = Literal["groups", "differing_groups"]
 # Clients may never fill their groups. Above this size, the oldest is given up.
 INCOMPLETE_BYTES = 2**30
 
-# A batch ends after this many failures without a success.
 HOPELESS_AFTER = 32
 
 
@@ -199,7 +195,6 @@ class Collector:
     def __post_init__(self) -> None:
         self._waiting: dict[str, Group] = {}
 
-        # Uuid of each planned, running episode -> step.
         self._running: dict[str, int] = {}
 
         # Incomplete groups of clients' samples, oldest first, with their bytes.
@@ -258,7 +253,6 @@ class Collector:
         self._received.set()
 
     def _close(self, group: Group, then: Callable[[], object] = lambda: None) -> None:
-        """Call `then`, after judging if necessary."""
         if self.judge is None or len(group.accepted) < 2:
             then()
             return

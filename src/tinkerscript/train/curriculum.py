@@ -3,8 +3,7 @@
 A sample is asked until a step has taken one of its groups. Then it is `open` while attempts both pass and
 fail, or retired as `solved` or `hopeless`. Retired samples are sometimes asked, and may reopen.
 
-Whether a position is asked depends only on the seed, the position and earlier steps' groups, so a resumed run
-asks the same samples.
+Choices depend only on the seed, the position and earlier steps' groups, so a resumed run repeats them.
 """
 
 from __future__ import annotations

@@ -69,7 +69,6 @@ class EpisodeSource:
         self._link.note(rows)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Return once all rows so far are committed."""
         await self._link.commit(rows)
 
     def set_status(self, **changed: Any) -> None:

@@ -3,8 +3,8 @@
 If the sampler can hold its version, an evaluation overlaps with the next steps and uses a share of the
 workers. Otherwise it gets all workers.
 
-Invariant: each label is evaluated once per run, by one version, even across restarts. Failed episodes are
-reported next to the score, never averaged into it.
+Each label is evaluated once per run, by one version, even across restarts. Failed episodes are reported next
+to the score, never averaged into it.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ class Evaluator:
         await self._wait(at_most=self.policy.holds)
 
     async def again(self, step: int) -> None:
-        """Restart an interrupted evaluation. The newest weights must be those of `step`."""
+        """The newest weights must be those of `step`."""
         await self._begin(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
-        """Evaluate the final weights, again if the run was extended. Waits for all evaluations."""
+        """Evaluate the final weights, again if the run was extended, and wait for all evaluations."""
         if (done := self.finished.get("after")) and done.step != step:
             del self.finished["after"]
         await self._begin("after", step, self.config.episodes)
@@ -121,7 +121,7 @@ class Evaluator:
         return is_on and step % every == 0 and 0 < step < steps and not is_done
 
     def runs_beside(self, step: int, *, steps: int) -> bool:
-        """Whether the evaluation overlaps with later steps, so resuming needs both weights."""
+        """Overlapping with later steps requires both weights for resuming."""
         return self.is_due(step, steps=steps) and self.policy.holds > 0
 
     def needed(self, steps: Collection[int]) -> set[int]:

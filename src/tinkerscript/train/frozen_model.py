@@ -91,7 +91,6 @@ async def _served(
 
 
 async def _examined(name: str, role: RoleConfig, server: VllmServer, folder: Path) -> ServerFacts:
-    """Raises ConfigError for a server without exact ids or prompt scores, or with another tokenizer."""
     section = InferenceConfig(backend="vllm", base_url=role.base_url, model=role.model)
     try:
         facts = await examine(server, section, folder)

@@ -83,7 +83,6 @@ def holds_run(path: Path) -> bool:
 
 
 def _asked(ledger: Path, query: str) -> int:
-    """Raises ConfigError for an unreadable ledger. Returns 0 without tables."""
     try:
         with closing(sqlite3.connect(ledger)) as run:
             has_tables = run.execute("SELECT 1 FROM sqlite_schema WHERE name = 'steps'").fetchone()

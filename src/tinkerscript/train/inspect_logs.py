@@ -1,7 +1,4 @@
-"""Writes episodes as Inspect logs, for `inspect view`.
-
-They are built from calls and results, so any client will do. A log appears only when complete.
-"""
+"""Writes episodes as Inspect logs, built from calls and results, so any client will do."""
 
 from __future__ import annotations
 

@@ -131,7 +131,6 @@ class Learner:
         self.replayed: list[RolloutGroup] = []
         self.replayable: list[RolloutGroup] = []
         self.stale: dict[str, str] = {}
-        """Episodes too old to train, which still count in comparisons: uuid -> reason."""
 
         self.compared: list[Compared] = []
 
@@ -142,14 +141,14 @@ class Learner:
         self.corrected: dict[int, BoolArray] = {}
         """bool [T], True where `rollout_correction` or `top_entropy` removed the loss."""
 
-        self._inputs: dict[int, dict[str, FloatArray]] = {}  # float32 [T] each.
-        self._old: dict[int, FloatArray] = {}  # float32 [T], before the update.
+        self._inputs: dict[int, dict[str, FloatArray]] = {}
+        self._old: dict[int, FloatArray] = {}
 
         self._next_state = self.state
         self._batch: list[WeightedRollout] = []
         self._measured: dict[str, float] = {}
 
-        # In a single-step update, the comparison's pass also computes the gradient, which the engine holds
+        # The comparison's pass also computes the gradient of a single-step update, which the engine holds
         # until `train`.
         self._computed: tinker.ForwardBackwardOutput | None = None
 
@@ -176,8 +175,8 @@ class Learner:
     ) -> None:
         """Begin a step. A role takes only the episodes that called it.
 
-        `stale`: uuid -> why an episode is too old. Its reward counts, but not its sequences. `samples`: group
-        id -> key of its sample, for `sample_mean`.
+        `stale`: uuid -> why an episode is too old; only its reward counts. `samples`: group id -> key of its
+        sample, for `sample_mean`.
         """
         self.stale |= stale or {}
         self.report.begin_step()
@@ -585,7 +584,7 @@ class Learner:
         return {KL_STEP: float((np.exp(gaps) - 1 - gaps).mean(dtype=np.float64))}
 
     def _gaps(self, item: WeightedRollout, new: FloatArray) -> FloatArray:
-        """Log probability ratios of the loss tokens. `new`: float32 [T - 1]."""
+        """`new`: float32 [T - 1]."""
         old = item.reference if item.reference is not None else item.rollout.logprobs
         mask = item.rollout.loss_mask[1:]
         gaps = (new - old[1:])[mask]

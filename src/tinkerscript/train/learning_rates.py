@@ -1,7 +1,6 @@
 """`steps_at_rates`: how far one step moves the policy at several learning rates.
 
-Every rate trains the first groups that a run recorded, from its first weights. Nothing is written into the
-run's folder.
+Every rate trains the first groups that a run recorded, from its first weights.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class RateStep:
     """KL(before, after) in nats per token, Schulman's k3."""
 
     update_ratio: float | None
-    """Norm of the change over norm of the weights. None: not reported."""
 
 
 async def steps_at_rates(

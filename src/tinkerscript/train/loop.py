@@ -152,7 +152,6 @@ class TrainingLoop:
         self.checkpoints.delete_old()
 
     def _needed(self, steps: Collection[int]) -> set[int]:
-        """Checkpoints of `steps` to keep besides the newest."""
         newest = sorted(steps)[-self.parts.config.training.keep_checkpoints :]
         return {*self.evaluator.needed(steps), *map(self._reference, newest)}
 

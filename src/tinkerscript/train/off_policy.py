@@ -1,8 +1,8 @@
 """How old training data may be (`PolicyLags`), and groups to train on again (`ReplayBuffer`).
 
 An episode's lag is the number of training steps from its oldest weights to those that it would train. Nothing
-trains from undone weights, or at a lag above `max_policy_lag` (for replayed groups `replay_uses` - 1, if that
-is more).
+trains from undone weights, or at a lag above `max_policy_lag` (for replayed groups `replay_uses` - 1, if
+more).
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class PolicyLags:
         return {version: step - steps for version, steps in self._steps_of.items()}
 
     def usable(self, step: int) -> list[int] | None:
-        """None: all."""
         if self._keeps_stale:
             return None
         return [version for version, lag in self.by_version(step).items() if lag <= self.max]
@@ -110,14 +109,14 @@ class _Kept:
 
 
 class ReplayBuffer:
-    """Draws depend only on the seed, the step and the groups trained before, so resuming repeats them."""
+    """Draws depend only on the seed, the step and earlier groups, so resuming repeats them."""
 
     def __init__(self, config: TrainingConfig, *, seed: int, capacity: int = CAPACITY) -> None:
         self._uses = config.replay_uses
         self._number = (config.replay_uses - 1) * config.groups_per_step
         self._seed = seed
         self._capacity = capacity
-        self._kept: dict[tuple[str, ...], _Kept] = {}  # By the uuids of a group's episodes.
+        self._kept: dict[tuple[str, ...], _Kept] = {}
         self._stale = 0
 
     @property

@@ -20,7 +20,6 @@ def passes(outcome: EpisodeAccepted, pass_reward: float) -> bool:
 
 
 def pass_at(k: int, attempts: int, passed: int) -> float:
-    """pass@k of one sample, 1 <= k <= attempts."""
     return 1.0 - comb(attempts - passed, k) / comb(attempts, k)
 
 

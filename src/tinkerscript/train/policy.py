@@ -1,9 +1,8 @@
 """`Policy`: the newest published weights, and the policy version that names them.
 
-Invariants: versions only increase, even across restarts, because each is in the ledger before it is used. The
-n-th request for a prompt to a step's weights has its own seed, so timing does not change tokens. If weights
-change in flight, each logprob is from the weights that sampled the token, and older weights' caches are never
-used.
+Versions only increase, even across restarts, because each is in the ledger before it is used. The n-th
+request for a prompt to a step's weights has its own seed, so timing does not change tokens. If weights change
+in flight, each logprob is from the weights that sampled the token, and older weights' caches are never used.
 """
 
 from __future__ import annotations
@@ -103,10 +102,7 @@ class _Weights:
 
 
 class Policy:
-    """`publish` turns the current weights, including trained roles', into the newest version.
-
-    An AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run.
-    """
+    """An AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run."""
 
     def __init__(
         self,
@@ -124,7 +120,6 @@ class Policy:
         self._seed = seed
         self._own = _Weights(publisher, key="")
 
-        # Keyed by role.
         self._trained = {"": self._own}
         self._frozen: dict[str, SeededSampler] = {}
 
@@ -175,7 +170,8 @@ class Policy:
                     del self._pinned[each]
 
     async def publish(self, step: int = 0, *, is_past: bool = False) -> int:
-        """`step`: training steps of the current weights.
+        """Make the current weights, including trained roles', the newest version. `step`: their training
+        steps.
 
         With `is_past`, only pinned episodes sample from the version, and another follows.
         """
@@ -289,7 +285,7 @@ class Policy:
         )
 
     async def failed(self) -> NoReturn:
-        """Wait until sampling breaks, and raise its AlignmentError."""
+        """Raises the AlignmentError that breaks sampling."""
         await self._broken.wait()
         assert self._fault is not None
         raise self._fault

@@ -1,4 +1,4 @@
-"""A run's policy-gradient loss, its settings, and whether the backend supports it."""
+"""A run's policy-gradient loss and its settings."""
 
 from __future__ import annotations
 

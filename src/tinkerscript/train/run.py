@@ -87,12 +87,11 @@ async def run_training(
     join: bool = False,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
-    """Train as `config` says; returns the run's folder, with results in summary.json.
+    """Returns the run's folder, with results in summary.json.
 
     `path`: folder of a run to resume. `join`: use the server that already serves it. Without `on_page` there
     is no page. Raises ConfigError for a run that cannot start.
     """
-    # Find errors before the run has a folder.
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
     check_loss(config)
@@ -205,7 +204,7 @@ async def _past(
 
 
 class _LateSampling:
-    """Forwards to the policy, which exists only once the server says where the run continues."""
+    """The policy exists only once the server says where the run continues."""
 
     policy: Policy | None = None
 
@@ -308,7 +307,6 @@ async def _learners(
 
 
 async def _policy_of_role(run: OpenRun, name: str, backend: TrainerBackend) -> TrainerBackend:
-    """Raises ConfigError with the role's name."""
     checkpoint, step = run.config.trained_roles[name].model, run.history.step
     restore = run.folder.checkpoint_name(step) if run.history.checkpoint else None
     target = run.folder.checkpoints_of(name)

@@ -53,7 +53,7 @@ class RunFolder:
     def __init__(self, config: RunConfig, model: Path, *, now: datetime, path: Path | None = None) -> None:
         """`path`: folder of a run to resume, or of a server to join; None: `experiment_dir` decides.
 
-        Raises ConfigError for a new run in a used folder, and if another trainer uses the folder.
+        Raises ConfigError for a new run in a used folder, and if another trainer uses it.
         """
         self._tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.path = path or config.new_folder(now)
@@ -113,7 +113,6 @@ class RunFolder:
         return [step for step, path in _made_in(self.checkpoints) if not self._lacks(path.name)]
 
     def set_aside_after(self, step: int, *, resumption: int) -> list[str]:
-        """Returns messages about it."""
         aside, start = f"undone_{resumption}", f"step {step}" if step else "the beginning"
         said: list[str] = []
         for folder in self._policies:

@@ -81,7 +81,6 @@ class TaskSamples:
         ]
 
     def _next_position(self) -> int:
-        """The next position that the curriculum admits; any after `MAX_PASSED_OVER` rejections."""
         for _ in range(MAX_PASSED_OVER):
             position, self.next_position = self.next_position, self.next_position + 1
             if self.curriculum is None or self.curriculum.admits(position, self.payload_at(position)):
@@ -128,7 +127,7 @@ class _ShuffledSamples:
     def __init__(self, samples: list[dict[str, Any]], seed: str) -> None:
         self.samples = samples
         self._seed = seed
-        self._shuffled: tuple[int, list[dict[str, Any]]] = (-1, [])  # (number of the pass, its samples)
+        self._shuffled: tuple[int, list[dict[str, Any]]] = (-1, [])
 
     def at(self, index: int) -> dict[str, Any]:
         number, offset = divmod(index, len(self.samples))

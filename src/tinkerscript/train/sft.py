@@ -1,6 +1,6 @@
 """Supervised fine-tuning on chats or a run's best episodes: measure; train step by step; measure again.
 
-It often prepares reinforcement learning: `engine.checkpoint` of the next run can name its checkpoint.
+Often, `engine.checkpoint` of a reinforcement learning run then names its checkpoint.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ async def run_sft(
 
 
 def load_data(config: RunConfig, model: Path) -> Chats:
-    """Raises ConfigError."""
     sft = config.sft
     if sft.data and Path(sft.data).expanduser().is_dir():
         return load_episodes(config, model)
@@ -125,7 +124,6 @@ def load_data(config: RunConfig, model: Path) -> Chats:
 
 
 async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
-    """Where the run continues, and the next chat's number."""
     history = (await begin(ledger, folder.whole_checkpoints(), time=time.time())).history
     undo = "UPDATE {s}episodes SET undone = ? WHERE undone = 0 AND step > ?"
     ledger.execute(undo, history.resumption, history.step)
@@ -280,7 +278,6 @@ class SupervisedRun:
         self.parts.folder.checkpointed()
 
     def held_out_curve(self, name: str = HELD_OUT) -> list[tuple[int, float]]:
-        """(step, value)"""
         path = self.parts.folder.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         entries = [json.loads(line) for line in lines]

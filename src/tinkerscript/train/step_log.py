@@ -33,7 +33,6 @@ from tinkerscript.train.step_metrics import (
 from tinkerscript.train.step_rows import finding_row, finding_rows, metric_rows
 from tinkerscript.train.stream import TrainingStep
 
-# Consequences of `training.constrained_tokens`.
 CONSTRAINED_OUTCOMES = {
     "mask": "they carry no loss",
     "train": "they train as if the policy had chosen them freely",

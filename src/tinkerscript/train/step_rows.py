@@ -67,7 +67,6 @@ def finding_rows(step: int, learners: Sequence[Learner]) -> list[FindingRow]:
 
 
 def left_out_rows(batch: Batch, step: int, *, stale: Mapping[str, str]) -> list[TrainedRow]:
-    """`stale`: uuid -> why an episode is too old."""
     return [
         TrainedRow(
             episode=outcome.sequence,

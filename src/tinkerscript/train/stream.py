@@ -5,9 +5,9 @@ steps behind the newest weights, at most (S + L + 1) G start in total (Fu et al.
 arXiv:2505.24298). A step takes complete groups in starting order, and waits for older ones that later steps
 could not train in time.
 
-Invariants: no group trains more than L steps after the weights that it started with; older ones are left out,
-with a reason in the ledger. Slow groups are kept, except that up to `extra_groups` are cancelled in the last
-step that could train them.
+No group trains more than L steps after the weights that it started with; older ones are left out, with a
+reason in the ledger. Slow groups are kept, except that up to `extra_groups` are cancelled in the last step
+that could train them.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ class TrainingStep:
     """When the wait started, in monotonic time. Episodes may be older."""
 
     collected: float = field(default_factory=time.monotonic)
-    """When the batch was full."""
 
     policy_version: int = -1
     """Published by the step; before that, the version that it began with."""
 
     publish_s: float = 0.0
     wait_stale_s: float | None = None
-    """Seconds spent on groups that would have been too old later."""
 
     sampling_share: float | None = None
     cancelled: int = 0
@@ -95,7 +93,6 @@ class GroupStream:
             self._lost = history.planned_groups - len(self._pool.groups)
 
     async def published(self, step: int) -> None:
-        """Above lag 0, groups start for weights with `step` training steps."""
         self._behind = step
         if self.lags.max:
             await self._start()
@@ -154,7 +151,7 @@ class GroupStream:
             self.source.note(rows)
 
     async def _taken(self, step: int) -> tuple[Batch, float | None]:
-        """The step's groups, and the seconds spent on some that would have been too old."""
+        """With the seconds spent on groups that would have been too old."""
         if self.samples is None:
             batch = self._batch(f"step {step}")
             await self.collector.filled(batch)
@@ -225,7 +222,6 @@ class GroupStream:
 
     @property
     def _has_enough(self) -> bool:
-        """Whether enough groups for a step are complete, or no more will be."""
         found = self._in_time
         counted = sum(each.is_complete and self._pool.counts(each) for each in found)
         is_over = all(each.is_complete for each in found) and not self._room

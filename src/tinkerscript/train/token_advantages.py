@@ -55,7 +55,7 @@ class KLPenalty:
     centered: bool = True
 
     async def apply(self, items: Sequence[WeightedRollout]) -> tuple[list[WeightedRollout], float]:
-        """Returns the changed sequences, and mean(d) in nats per token."""
+        """Also returns mean(d) in nats per token."""
         scores = await scored(self.reference, items)
         mean = divergence(items, scores)
         baseline = mean if self.centered else 0.0
@@ -179,7 +179,7 @@ class Distillation:
         """With `top_k`: ids int64 [T, K] and logprobs float32 [T, K] per sequence of the last `apply`."""
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Raises ConfigError if the teacher's tokenizer differs from the one in `folder`."""
+        """Raises ConfigError if the tokenizers differ."""
         whose = f"training.distillation.teacher: {self._name!r}"
         check_same_tokenizer(folder, self._teacher.folder, whose=whose)
 
@@ -209,7 +209,6 @@ class Distillation:
         return await KLPenalty(reference, coef=coef, centered=False).apply(items)
 
     async def _score(self, sequences: list[IntArray], temperatures: list[FloatArray]) -> list[list[Any]]:
-        """Each sequence's logprobs [T], and with `top_k` ids and logprobs [T, K] of candidates."""
         with self._waiting(f"the teacher {self._name!r} to score {len(sequences)} sequences"):
             if not self._top:
                 return [await self._teacher.logprobs(sequences, temperatures)]

@@ -20,7 +20,6 @@ REMEDY = "logprobs of the same ids can be compared only between models with one 
 TOKENS_OF_TEXT = 1024
 
 Encode = Callable[[str], Awaitable[Sequence[int] | None]]
-"""Text -> ids; None if unknown."""
 
 
 def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:

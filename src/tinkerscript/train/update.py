@@ -35,7 +35,6 @@ class PolicyUpdate:
         self._restore(parts)
 
     def _restore(self, parts: OpenRun) -> None:
-        """Fill the replay buffers as an uninterrupted run would have."""
         outcomes = {each.sequence: each for each in parts.replayed}
         stale = {
             outcomes[row.episode].episode_uuid: row.reason

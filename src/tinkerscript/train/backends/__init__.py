@@ -26,7 +26,6 @@ def _tinker() -> type[TrainerBackend]:
 
 
 BACKENDS: dict[str, Callable[[], type[TrainerBackend]]] = {"embedded": _embedded, "tinker": _tinker}
-"""`engine.backend` -> a function that imports the class."""
 
 
 def backend_named(name: str) -> type[TrainerBackend]:
@@ -52,8 +51,7 @@ async def open_backend(
     restore: str | None,
     note: Callable[[str], None],
 ) -> AsyncGenerator[TrainerBackend]:
-    """Open the backend with its first weights, or the checkpoint `restore`. Raises as `TrainerBackend.open`
-    does."""
+    """Raises as `TrainerBackend.open` does."""
     backend_class = backend_named(config.backend)
     opening = backend_class.open(config, model, checkpoint_dir=checkpoint_dir, seed=seed, note=note)
     async with opening as backend:

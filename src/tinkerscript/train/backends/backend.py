@@ -95,7 +95,7 @@ class TrainerBackend(Publisher):
     `mask` (`engine.losses`)."""
 
     routing: Routing | None = None
-    """How experts are chosen, if sampling records and training replays them."""
+    """How experts are chosen, if training replays them."""
 
     _start: FrozenModel | None = None
 
@@ -133,8 +133,8 @@ class TrainerBackend(Publisher):
     ) -> TrainerBackend:
         """Open a second policy over the same model, with its own weights, optimizer and checkpoints.
 
-        It begins with a run's `checkpoint` (empty: like this backend's run), or continues from its own,
-        `restore`. This backend closes it. Raises ConfigError and EngineError.
+        It begins with a run's `checkpoint` (empty: like this backend's run), or continues from `restore`.
+        This backend closes it. Raises ConfigError and EngineError.
         """
 
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
@@ -156,7 +156,7 @@ class TrainerBackend(Publisher):
         return await self._start.logprobs(sequences, temperatures)
 
     async def renew_start(self, checkpoint: Path) -> None:
-        """From now on, score with a checkpoint of this run in `start_logprobs`."""
+        """Make `start_logprobs` score with a checkpoint of this run."""
         self._start = None  # Both weights may not fit into memory.
         self._start = await self.open_frozen(str(checkpoint))
 
@@ -269,7 +269,6 @@ def skipped_note(step: int, metrics: Mapping[str, float]) -> str:
 
 
 STEP_GRACE_S = 2.0
-"""For a stopped run to finish and save its step."""
 
 ResultT = TypeVar("ResultT")
 

@@ -201,7 +201,7 @@ class EmbeddedSampler(FrozenSampler):
     async def _sequences(
         self, request: SampleRequest, params: tinker.SamplingParams, progress: ProgressCallback | None
     ) -> list[SampledSequence]:
-        if request.repetition_penalty != 1:  # The only parameter without support.
+        if request.repetition_penalty != 1:
             refuse_unsupported(
                 request,
                 "the embedded engine",

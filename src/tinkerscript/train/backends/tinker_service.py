@@ -1,8 +1,8 @@
 """`TinkerBackend`: a service with Tinker's protocol. Checkpoints contain the path of the weights there.
 
 Tinker's SDK retries by itself: for minutes to send a request, an hour while billing pauses a job,
-indefinitely while a result is pending. `SlowCallNotifier` reports such waits. `open`, `check_loss` and the
-first `publish` find missing features before the first episode.
+indefinitely while a result is pending. `SlowCallNotifier` reports such waits. Missing features are found
+before the first episode.
 """
 
 from __future__ import annotations
@@ -165,7 +165,6 @@ class TinkerBackend(TrainerBackend):
         return TinkerSampler(client, policy_version)
 
     async def _check_sampling(self, client: tinker.SamplingClient) -> None:
-        """Raises EngineError if the SDK cannot read the reply."""
         prompt = tinker.ModelInput.from_ints(list(PROBE_IDS))
         params = tinker.SamplingParams(max_tokens=1, seed=0)
         response = await self.notifier.wait(sdk.awaitable(client.sample(prompt, 1, params)), "a first sample")
@@ -267,8 +266,6 @@ class TinkerFrozenModel(FrozenModel):
 
 @dataclass
 class SlowCallNotifier:
-    """Awaits a service's calls, and notes slow ones."""
-
     service: str
     note: Callable[[str], None]
     first_note_s: float = FIRST_NOTE_S
@@ -348,7 +345,6 @@ def _path_of_checkpoint(checkpoint: str) -> str:
 
 
 def _pointed_to(folder: Path) -> str:
-    """Raises ConfigError for another backend's checkpoint."""
     file = folder.expanduser() / POINTER
     if not file.is_file():
         raise ConfigError(

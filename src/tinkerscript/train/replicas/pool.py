@@ -3,8 +3,8 @@
 An episode stays with one replica, which has cached its earlier turns. A new or returning replica samples once
 it has the live versions, and has shown that adapters act on every kind of module.
 
-Invariants: a single version samples a call. A replica samples only from versions that it loaded by their
-files' digest and did not fail to prove. Unanswered calls of a lost replica are repeated elsewhere.
+A single version samples a call. A replica samples only from versions that it loaded by their files' digest
+and did not fail to prove. Unanswered calls of a lost replica are repeated elsewhere.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ from tinkerscript.train.replicas.proof import Evidence, Scores, judge
 from tinkerscript.train.replicas.replica import LostError, Replica
 
 PINS = 100_000
-"""Remembered episodes; the one with the oldest call is forgotten first."""
 
-# A version is proved on the logprobs after this many recent prompts.
 RECENT_PROMPTS = 32
 PROOF_TOKENS = 512
 
@@ -255,7 +253,6 @@ class ReplicaPool(Sampler):
             self.lose(replica, f"did not take version {published.version}: {error}")
 
     async def _admit(self, replica: Replica, published: Published, older: Published | None) -> None:
-        """Raises LostError if the replica samples from another version."""
         began = time.monotonic()
         prompts = list(self._recent) if len(self._recent) >= PROMPTS else self._random
         evidence = await self._compare(
@@ -304,7 +301,6 @@ class ReplicaPool(Sampler):
         shutil.rmtree(published.folder)
 
     async def _some_replica(self, published: Published) -> None:
-        """Raises EngineError if no replica gets the version in time."""
         try:
             await self._least_loaded(
                 asyncio.get_running_loop().time() + self._limit, version=published.version
@@ -386,7 +382,7 @@ class ReplicaPool(Sampler):
     async def _pin(
         self, affinity: str, deadline: float, *, avoid: Replica | None = None, held: int | None = None
     ) -> Pin:
-        """Choose where an episode's next call goes. Raises GatewayError 503."""
+        """Raises GatewayError 503."""
         pin = self._pins.get(affinity)
         if pin is None:
             replica = await self._least_loaded(deadline, version=held, avoid=avoid)

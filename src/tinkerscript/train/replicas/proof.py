@@ -1,7 +1,7 @@
 """Judges from logprobs whether a replica samples from the weights that it was given.
 
 Two versions of an adapter differ by less than a bfloat16 replica's rounding noise, so comparing values proves
-nothing. Instead, the replica's changes between versions are regressed on the trainer's, over many tokens. The
+nothing. Instead, over many tokens, the replica's changes between versions are regressed on the trainer's. The
 slope is near 1 for the newer version and near 0 for the older one, whatever constant differences their
 kernels have. The standard error is a jackknife over positions, because errors at one position are correlated.
 With a float32 trainer the changes must also match up to noise, because a few old weights leave the slope near
@@ -26,8 +26,8 @@ Verdict = Literal["proved", "refused", "undecidable", "unchanged"]
 FROM_ONE = 0.5
 STANDARD_ERRORS = 3.0
 
-# How much of a change may be missing, as a root mean square: this share of it, plus this multiple of the
-# difference between replica and trainer for the older version.
+# How much of a change may be missing, as a root mean square: this share of it, plus this multiple of the gap
+# between replica and trainer for the older version.
 PARTLY, TIMES_NOISE = 0.05, 4.0
 
 # Replicas clip lower logprobs.
@@ -36,8 +36,7 @@ UNLIKELY = -30.0
 SMALLEST_CHANGE = 1e-6
 """Root mean square in nats; smaller changes are float32 rounding."""
 
-# Rounding in a bfloat16 trainer pulls the slope towards 0, so its change must be this many times the
-# difference between replica and trainer for the older version.
+# Rounding in a bfloat16 trainer pulls the slope towards 0, so its change must be this many times that gap.
 OVER_NOISE = 2.0
 
 

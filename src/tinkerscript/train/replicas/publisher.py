@@ -173,7 +173,6 @@ async def open_replicas(
 def _launched(
     planned: Sequence[PlannedProcess], config: RunConfig, *, model: Path, folder: Path, adapters: str
 ) -> dict[Replica, Child]:
-    """`adapters`: folder or URL of the adapters. The processes have not started."""
     key = secrets.token_hex(16)
     inference = config.inference.model_copy(update={"model": REPLICA_MODEL})
     values: dict[str, str] = {Slot.MODEL: str(model), Slot.ADAPTERS: adapters, Slot.KEY: key}

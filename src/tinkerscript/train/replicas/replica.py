@@ -125,7 +125,6 @@ class Replica:
             await asyncio.gather(gone, examining, return_exceptions=True)
 
     async def _rouse(self) -> None:
-        """Resume and wake the server, which a failure may have left paused or asleep."""
         with suppress(GatewayError):
             if not self.adapters:
                 await self._server.resume()
@@ -152,7 +151,7 @@ class Replica:
         self._weights = name
 
     async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
-        """The likeliest next ids after each prompt (int32 [P]) with logprobs. Raises GatewayError."""
+        """The likeliest ids after each prompt (int32 [P]). Raises GatewayError."""
         name = folder.name
 
         async def one(ids: IntArray) -> dict[int, float]:
