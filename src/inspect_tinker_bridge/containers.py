@@ -78,7 +78,7 @@ def _commands() -> Iterator[tuple[int, list[str]]]:
         try:
             yield int(entry.name), (entry / "cmdline").read_text(errors="replace").split("\0")
         except OSError:
-            continue  # It ended meanwhile.
+            continue
 
 
 def _found(kind: str, projects: set[str]) -> list[str] | None:

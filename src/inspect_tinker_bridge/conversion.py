@@ -244,7 +244,6 @@ class ChatConverter:
     """
 
     def __init__(self) -> None:
-        # As sent and as parsed.
         self._arguments: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def request(

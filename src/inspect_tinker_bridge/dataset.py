@@ -31,7 +31,6 @@ class DatasetRow(TypedDict):
     """JSON with the task's name and the whole sample, for `conversion.sample_of_row`."""
 
     id: str
-    """As text. `info` keeps its type."""
 
 
 FEATURES = Features(

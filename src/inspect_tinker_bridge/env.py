@@ -134,7 +134,6 @@ class InspectEnv(Env):
         self._rewarded = False
         self.outcome: EpisodeOutcome | None = None
         self.exchanges: list[tuple[list[ChatMessage], ChatMessage]] = []
-        """Each prompt's messages with its action's."""
 
         self.unapplied: set[str] = set()  # Settings that the trainer decides, as `name=value`.
         self.scored: EpisodeReward | None = None
@@ -259,7 +258,6 @@ class InspectEnv(Env):
         return self._prompt.model_input, _stop_condition(self._renderer, self.generate_config)
 
     def _answer(self, call: PendingCall, action: list[int], *, truncated: bool) -> bool:
-        """Returns whether the solver had already ended."""
         parsed = self._parse(call.request, action)
         self._format_valid &= parsed.is_well_formed
         output = to_model_output(
@@ -392,7 +390,6 @@ class InspectRLDataset(RLDataset):
 
     @property
     def shuffle_seed(self) -> int | None:
-        """None without shuffling."""
         return self._seed
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:

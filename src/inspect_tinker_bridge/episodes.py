@@ -47,7 +47,7 @@ from inspect_tinker_bridge.errors import (
     SelfGradingError,
 )
 
-MODEL_NAME = "tinkerbridge/policy"  # In Inspect's states and logs.
+MODEL_NAME = "tinkerbridge/policy"
 UNLIMITED = 1_000_000  # Callers decide how many episodes run at once.
 
 
@@ -91,7 +91,6 @@ class EpisodeOutcome:
     messages: list[ChatMessage]
     traceback: str = ""
     completion: str = ""
-    """The scored text."""
 
     record: EvalSample | None = field(default=None, repr=False, compare=False)
 
@@ -120,7 +119,6 @@ class RunningEpisode:
     is_finishing: bool = False  # The solver should end now, or before it begins.
     self_graded: bool = False
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
-    # Gets Inspect's record, whatever the outcome.
     on_record: Callable[[EvalSample], None] = lambda record: None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
@@ -295,7 +293,7 @@ def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
     Raises if the sample's container is gone, because then correct commands failed too.
     """
 
-    @functools.wraps(scorer)  # Keeps the attributes that register it.
+    @functools.wraps(scorer)
     async def score(state: TaskState, target: Target) -> Score | None:
         episode = episodes.get(state.epoch)
         if episode is None:

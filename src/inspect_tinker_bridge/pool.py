@@ -1,7 +1,7 @@
 """The `TaskRunner` that the environments of a process share.
 
-A runner is only open while it has a holder, so that other evals can run in between. Tasks join the open
-runner. Event loops in different threads take turns, because Inspect runs one eval per process.
+It is only open while it has a holder, so that other evals can run in between. Event loops in different
+threads take turns, because Inspect runs one eval per process.
 """
 
 from __future__ import annotations

@@ -400,8 +400,6 @@ class _Turn:
 
 
 class TokenBuffer:
-    """Renders the successive prompts of one episode, one call at a time."""
-
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
         stops = renderer.get_stop_sequences()
@@ -424,7 +422,6 @@ class TokenBuffer:
         return Prompt(pieces, is_fork=pieces[: len(previous)] != previous)
 
     def record(self, action: list[int], reply: Message) -> None:
-        """Record the action for the last prompt, and the solver's message for it."""
         if self._pending is None:
             raise ValueError("record() needs a prompt; call render() first")
         messages, rendered, pieces = self._pending

@@ -45,8 +45,6 @@ _BACK_WITHIN_S = 60.0
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """How a runner's episodes differ from the task."""
-
     model_roles: Mapping[str, str | Model] | None = None
     """Such as the grader of model-graded scorers."""
 
@@ -91,7 +89,6 @@ class TaskRunner:
 
     @property
     def task(self) -> InspectTaskInfo:
-        """The first of the runner's tasks."""
         return self._entries[0].info
 
     @property
@@ -327,7 +324,7 @@ class _TaskEntry:
     def reset(self, episodes: Episodes) -> None:
         self.feed = _SampleFeed(episodes)
         self.ended = asyncio.Event()
-        self.stopped: str | None = None  # The reason for the task's end.
+        self.stopped: str | None = None
 
     def serves(self, info: InspectTaskInfo, options: RunnerOptions) -> bool:
         return self.info is info and self.options == options

@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SandboxConfig:
-    """Replaces the task's sandbox."""
-
     sandbox_type: str = "docker"
     """An Inspect provider: `docker`, `local` (runs commands on this machine), or one from a package."""
 

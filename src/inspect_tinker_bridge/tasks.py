@@ -51,10 +51,7 @@ _NAMES_SHOWN = 20
 
 @dataclass(frozen=True)
 class InspectTaskInfo:
-    """A loaded task.
-
-    It pickles as instructions to load the task again, once per process, unless it was given as a Task.
-    """
+    """It pickles as instructions to load the task again, once per process, unless it was given as a Task."""
 
     task: Task
     """Owned by this object. `fresh_task` returns one that may be modified."""
@@ -68,7 +65,6 @@ class InspectTaskInfo:
     """As in Inspect's logs, where a second `match` is `match1`."""
 
     sandbox_type: str | None
-    """`docker`, `local`, ..., or None."""
 
     dataset: Dataset
     source: TaskLike = field(repr=False)

@@ -1,7 +1,7 @@
 """Options and error handling that all commands share.
 
-An error is one line, with exit code 2, or 1 if a restart may help. Modules of this package import nothing
-heavier than typer, and commands import what they run, for a fast `--help` and a small base install.
+Modules of this package import nothing heavier than typer, and commands import what they run, for a fast
+`--help` and a small base install.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def log_to_stderr(format: LogFormat | None = None) -> None:
 def one_line_errors(*fatal: type[TinkerScriptError]) -> Generator[None]:
     """Print our own errors as one line.
 
-    The exit code is 2 for `fatal` errors (by default, all), and 1 for others.
+    The exit code is 2 for `fatal` errors (by default, all), and 1 for others, which a restart may cure.
     """
     try:
         yield

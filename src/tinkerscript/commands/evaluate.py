@@ -158,7 +158,6 @@ class EvalOptions:
     """Give either `checkpoint` or `server`."""
 
     task: str
-    """`file.py@name`, a registered name, or another kind of task."""
 
     checkpoint: str | None = None
     server: str = ""
@@ -167,7 +166,7 @@ class EvalOptions:
     api_key: str = "none"
     task_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     model_roles: Mapping[str, str] = field(default_factory=dict[str, str])
-    limit: int | None = None  # Samples.
+    limit: int | None = None
     epochs: int | None = None  # None: the task's setting.
     temperature: float | None = None
     max_tokens: int | None = None
@@ -179,7 +178,7 @@ class EvalOptions:
 @dataclass(frozen=True, slots=True)
 class ModelEndpoint:
     url: str
-    supervisor: Supervisor | None = None  # Set if this eval started the server.
+    supervisor: Supervisor | None = None
 
     async def failed(self) -> None:
         if self.supervisor is None:
@@ -217,7 +216,7 @@ async def model_name(url: str, options: EvalOptions) -> str:
 
 
 async def evaluate_task(options: EvalOptions, console: Console) -> int:
-    """Run the samples, and print and write the scores. Returns 1 if a sample failed, otherwise 0.
+    """Returns 1 if a sample failed, otherwise 0.
 
     Raises ServerUnreachableError, and ConfigError for an unusable task, checkpoint or option.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ASSUMED_PROMPT_TOKENS = 1024
 """When clients register the samples."""
 
-TEMPLATE_TOKENS = 64  # Approximate.
+TEMPLATE_TOKENS = 64
 
 MEASURED_SAMPLES = 200
 

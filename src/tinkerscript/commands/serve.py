@@ -1,6 +1,6 @@
 """`tinkerscript serve` serves a model, or the episodes of a run with a separate trainer.
 
-Its child processes, the server and for a model `tinkerscript engine`, end with it.
+Its child processes end with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`tinkerscript show` prints the runs of a folder, the steps of a run, or one episode, as text.
-
-With `--json`, or for a path of the page's API, it prints the API's reply.
-"""
+"""`tinkerscript show` prints the runs of a folder, the steps of a run, or one episode, as text or JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ STATE_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed
 PIPE_COLUMNS = 120
 
 RULE = 60
-EPISODES_NAMED = 5  # In the error for an unknown one.
+EPISODES_NAMED = 5
 
 
 def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as_json: bool = False) -> int:

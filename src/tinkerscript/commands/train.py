@@ -1,7 +1,6 @@
 """`tinkerscript train` is everything around a run, from checking the config to the final summary.
 
-What can be checked without torch is checked before its import. A run that stops early prints the command that
-resumes it.
+What can be checked without torch is checked before its import.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from tinkerscript.train.run_folder import steps_finished
 from tinkerscript.workers.base_task import check_is_there
 
 Train = Callable[[ProgressReporter, Path | None], Coroutine[Any, Any, object]]
-"""Trains, resuming or joining the folder."""
 
 
 WORSE = 3
@@ -116,7 +114,6 @@ def resumed(name: str | None, console: Console) -> Path | None:
 
 
 async def _copy_rest(config: RunConfig, folder: Path, console: Console) -> None:
-    """Raises ConfigError and UploadError."""
     if is_url(config.experiment_dir):
         async with Uploads(folder, config.experiment_dir, partial(_print, console)) as uploads:
             await uploads.finish()
@@ -132,7 +129,6 @@ async def _train(
     join: bool,
     again: str,
 ) -> None:
-    """`again`: the command that resumes the run."""
     with progress.waiting("torch, transformers and Inspect to load"):
         train = _import_training(config, join, on_page)
         check_fits(config, folder, progress.note)
@@ -218,7 +214,6 @@ def _pinned(config: RunConfig, console: Console) -> RunConfig:
 
 
 def _joining(config: RunConfig, folder: Path) -> RunConfig:
-    """Raises ConfigError for another model."""
     server = load_config(folder / "config.yaml")
     if not same_model(config.engine.model, server.engine.model):
         raise ConfigError(

@@ -85,7 +85,6 @@ _PATHS = {
 
 
 def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
-    """Make the paths of config key `key` absolute."""
     key = re.sub(r"^roles\.[^.]+", "roles.*", key)
     if key == "roles.*" and isinstance(value, dict) and value.get("base_url"):
         return value  # `model` is a name at that server here, not a path.
@@ -163,7 +162,6 @@ def _sections_with(key: str) -> list[str]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """With every key."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 

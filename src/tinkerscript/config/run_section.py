@@ -461,7 +461,6 @@ class RunConfig(Section):
 
     @property
     def all_tasks(self) -> list[WeightedTaskConfig]:
-        """Empty if clients register their own samples."""
         if self.tasks or not self.task.name:
             return list(self.tasks)
         return [WeightedTaskConfig(**self.task.model_dump())]

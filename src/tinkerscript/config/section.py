@@ -1,4 +1,4 @@
-"""`Section`: what every section of a config has in common."""
+"""`Section`: the base of every section of a config, which refuses unknown keys."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pydantic import (
 
 
 class Section(BaseModel):
-    """Base of every section: refuses unknown keys, immutable after loading."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 

@@ -16,7 +16,6 @@ POSTGRES = ("postgresql://", "postgres://")
 
 
 def is_shared(url: str) -> bool:
-    """Whether several servers may take turns with it."""
     return url.startswith(POSTGRES)
 
 

@@ -1,8 +1,8 @@
 """Zstd compression of a ledger's calls, tokens and transcripts.
 
 The blobs of a table resemble each other, so the first small ones train a dictionary, which shrinks later ones
-to a half or a third. A frame names its dictionary by id. A dictionary is committed before the first frame
-that names it, or with it, and it stays.
+to a half or a third. A dictionary is committed before the first frame that names it, or with it, and it
+stays.
 """
 
 from __future__ import annotations
@@ -26,15 +26,12 @@ LEVELS = {"transcripts": 7}  # Text, once per claim: 45 us of 6 kB, and 10% smal
 # A few bytes of a stranger's ledger could expand to gigabytes.
 MAX_CALL_BYTES = 256 * 2**20
 
-# Dictionaries are facts, as `dictionary/TABLE/ID`.
 DICTIONARIES = "SELECT name, value FROM {s}facts WHERE name LIKE 'dictionary/%'"
 
 _compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL)
 
 
 class Dictionaries(dict[int, zstandard.ZstdCompressionDict]):
-    """Dictionaries by id. The ledger is read when a frame names an unknown one."""
-
     def __init__(self, read: Callable[[], Iterable[bytes]]) -> None:
         self._read = read
 

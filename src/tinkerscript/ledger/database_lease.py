@@ -1,8 +1,7 @@
 """`DatabaseLease`: the right to serve a run's episodes, as one row in the database.
 
-The row has a holder, an epoch, and an expiry by the database's clock. Taking the lease increments the epoch,
-and every write checks its epoch (`fence`), so a former holder cannot write. A holder that gets no answer
-gives up before another server may take the lease.
+Taking the lease increments its epoch, and every write checks its epoch (`fence`), so a former holder cannot
+write. A holder that gets no answer gives up before another server may take the lease.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class DatabaseLease:
         self._epoch = 0
         self._renewing: asyncio.Task[None] | None = None
         self._silence: asyncio.TimerHandle | None = None
-        """Fires if a renewal gets no answer in time."""
 
     async def take(self) -> int:
         """Returns the epoch. Raises psycopg.Error."""
@@ -106,7 +104,6 @@ class DatabaseLease:
             self._give_up(f"the lease cannot be renewed: {error}")
 
     async def _extend(self, seconds: float) -> bool:
-        """False if another server has the lease."""
         renewed = await self._value(
             f"UPDATE {self._schema}.lease SET expires_at = clock_timestamp() + %s * interval '1 second' "
             "WHERE epoch = %s RETURNING epoch",
@@ -125,7 +122,6 @@ class DatabaseLease:
             self._renewing.cancel()
 
     async def release(self) -> None:
-        """Raises psycopg.Error."""
         self._stop()
         if self._renewing is not None:
             await asyncio.gather(self._renewing, return_exceptions=True)

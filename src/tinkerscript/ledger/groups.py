@@ -55,8 +55,8 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
     """Yield a run's training episodes that have a result, by group, oldest group first.
 
     A group may be smaller than planned, and need not have trained. Left out are episodes that are misaligned,
-    lost their calls to `recording_limit_mb` or could not be judged. A judge's verdicts replace rewards. Each
-    rollout has its group as `env_example_id`. Raises ConfigError if the folder has no such ledger.
+    lost their calls to `recording_limit_mb` or could not be judged. A judge's verdicts replace rewards.
+    Raises ConfigError if the folder has no such ledger.
     """
     path = run_dir / LEDGER_FILE
     if not path.is_file():

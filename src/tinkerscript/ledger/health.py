@@ -103,7 +103,6 @@ class _Steps:
         return [value for (value,) in self._ledger.rows(query, (name, max(0, self.last - JUDGED_STEPS)))]
 
     def recent_mean(self, name: str, weight: str) -> float | None:
-        """Over the recent steps; None without data."""
         query = """
             SELECT sum(a.value * b.value) / nullif(sum(b.value), 0)
             FROM metrics AS a JOIN metrics AS b ON b.step = a.step
@@ -119,7 +118,6 @@ class _Steps:
         return lowest[0], highest[1]
 
     def errors(self) -> list[NamedRow]:
-        """Most frequent first."""
         query = """
             SELECT name, sum(count) FROM findings WHERE kind = 'error' AND undone = 0 AND step > ?
             GROUP BY name ORDER BY 2 DESC, name

@@ -64,7 +64,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     next_position: int = 0
     again: list[int] = []
-    """Positions to ask again, because undone weights sampled their groups."""
+    """Positions to ask again: undone weights sampled their groups."""
 
     replayed: list[TrainedRow] = []
     verdicts: dict[int, float] = {}
@@ -132,7 +132,7 @@ def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
 
 
 async def begin(ledger: Ledger, checkpoints: Collection[int], *, time: float) -> Beginning:
-    """Find where to resume, and undo later steps, without waiting for the commit. Raises ConfigError."""
+    """Undoes later steps, without waiting for the commit. Raises ConfigError."""
     beginning = await find_beginning(ledger, checkpoints)
     undo_later(ledger, beginning.history, time=time)
     return beginning

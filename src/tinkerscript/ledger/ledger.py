@@ -68,7 +68,7 @@ class WriteBatch:
 
 
 class Ledger(ABC):
-    """The tables of `rows`. Subclasses are databases; this class groups the writes.
+    """Subclasses are databases; this class groups the writes.
 
     Of the servers that share a ledger (`is_shared`), only one may write: `lead` waits for that right. A
     ledger that loses it fails.
@@ -123,7 +123,6 @@ class Ledger(ABC):
         return await self.filled(found)
 
     async def filled(self, found: list[list[Call]]) -> list[list[Call]]:
-        """Add the files of images."""
         digests = list(digests_in(call for calls in found for call in calls))
         files: dict[bytes, bytes] = {}
         for begin in range(0, len(digests), FILES_AT_ONCE):
@@ -166,7 +165,7 @@ class Ledger(ABC):
             self.put(row)
 
     async def commit(self, rows: Iterable[Row] = ()) -> None:
-        """Write rows, and return once all writes so far are committed. Raises StoreError."""
+        """Return once these and all earlier writes are committed. Raises StoreError."""
         self.note(rows)
         await self.durable()
 
@@ -305,7 +304,6 @@ def with_files(calls: Iterable[Call], files: Mapping[bytes, bytes]) -> list[Call
 
 
 async def _gathered(batch: WriteBatch) -> None:
-    """Return once an event-loop iteration adds no writes, or there are enough."""
     for _ in range(GATHERED_TURNS):
         if (known := batch.count) >= GATHERED_WRITES or batch.size >= GATHERED_BYTES:
             return

@@ -1,9 +1,8 @@
 """`PostgresLedger`: the ledger of a run in a PostgreSQL schema, for servers that take over from each other.
 
 A transaction is one message (simple query protocol), so a server suspended while sending it holds no lock,
-and a pooler may switch sessions. Only batches over `MESSAGE_BYTES` take several. Only the epoch that holds
-the lease writes (`database_lease`), and a server that loses the lease or the database no longer reads or
-writes.
+and a pooler may switch sessions. Only batches over `MESSAGE_BYTES` take several. A server that loses the
+lease (`database_lease`) or the database no longer reads or writes.
 """
 
 from __future__ import annotations
@@ -61,8 +60,6 @@ _encode = msgspec.json.Encoder().encode
 
 
 class PostgresLedger(Ledger):
-    """Call `lead` before writing."""
-
     is_shared = True
 
     def __init__(self, url: str, folder: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
@@ -118,7 +115,6 @@ class PostgresLedger(Ledger):
                         await cursor.execute(*self._message(message, fenced=number == 0))
 
     def _message(self, statements: list[Statement], *, fenced: bool) -> tuple[bytes, list[Any]]:
-        """SQL and parameters of a message, which is a transaction unless one is open."""
         fence = [f"SELECT {{s}}fence({self._epoch})"] if fenced else []
         sql = ";\n".join([*fence, *(statement.sql for statement in statements)])
         return self._text(sql), [each for statement in statements for each in statement.parameters]
@@ -166,7 +162,6 @@ class PostgresLedger(Ledger):
             raise
 
     async def _create_tables(self, connection: Connection) -> None:
-        """Raises ConfigError for another version."""
         async with connection.transaction():
             await connection.execute(TIMEOUTS)
             lock = b"SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
@@ -227,7 +222,6 @@ class PostgresLedger(Ledger):
 
     @asynccontextmanager
     async def _explained(self) -> AsyncGenerator[None]:
-        """Raise PostgreSQL's errors as StoreError, and notice a lost lease."""
         try:
             yield
         except psycopg.Error as error:
@@ -324,7 +318,6 @@ def split_url(url: str, folder: Path) -> tuple[str, str]:
 
 
 def _schema_of(folder: Path) -> str:
-    """`tinkerscript_` and the folder's name, with a digest if characters were replaced."""
     name = folder.absolute().name
     plain = re.sub(r"[^a-z0-9_]", "_", name.lower())[:40]
     if plain != name:
@@ -333,7 +326,6 @@ def _schema_of(folder: Path) -> str:
 
 
 def _named(conninfo: str) -> str:
-    """The database without its password. Raises ConfigError."""
     try:
         parts = conninfo_to_dict(conninfo)
     except psycopg.Error as error:

@@ -38,7 +38,6 @@ class PostgresReading(Reading):
             )
 
     def _version(self) -> str | None:
-        """None: no tables yet."""
         try:
             ((version,),) = self.rows("SELECT value FROM facts WHERE name = ?", ("version",))
         except StoreError as error:

@@ -107,7 +107,6 @@ class LedgerReader:
         return None if found is None else found[0]
 
     def unpacked(self, data: bytes, *, limit: int | None = None) -> bytes:
-        """See `compression.unpacked`. Raises ValueError."""
         return unpacked(data, self._dictionaries, limit=limit)
 
     def _read_dictionaries(self) -> list[bytes]:

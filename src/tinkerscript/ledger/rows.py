@@ -1,7 +1,4 @@
-"""The tables of a run's ledger, each as the struct of its rows.
-
-A struct creates its table in SQLite and PostgreSQL, writes and reads the rows, and carries a trainer's rows
-over the link.
+"""The tables of a run's ledger, each as the struct of its rows, which also travel over the link.
 
 `KEY` and `CONSTRAINTS` enforce that an episode ends once, that it trains once per step and role, and that a
 policy version is published once. Rows of undone steps stay, with the resumption in `undone`.
@@ -119,8 +116,8 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """1: a trainer knows of its failure."""
 
     consumed: int = 0
-    """1: a step or evaluation used it or left it out, or a resumption gave it up. A statement updates it for
-    many episodes at once."""
+    """1: a step or evaluation used it or left it out, or a resumption gave it up. One statement updates
+    many."""
 
     dropped: int = 0
     """1: an operator removed it from the failures."""
@@ -307,7 +304,6 @@ class VerdictRow(Row, frozen=True, kw_only=True):
     """Replaces the episode's. NULL: the judge failed, and the group did not train."""
 
     words: str = ""
-    """The judge's, or why it failed."""
 
     time: float
 
@@ -363,7 +359,6 @@ class EvaluationRow(Row, frozen=True, kw_only=True):
 
     accepted: int
     failed: int
-    """Not in the score."""
 
     role_scores: bytes = b"{}"
     """JSON: trained role -> mean reward of accepted episodes that called it."""
@@ -489,7 +484,6 @@ def key_of(kind: type[Row]) -> Callable[[Row], Any]:
 
 @cache
 def column_types(kind: type[Row]) -> dict[str, tuple[type, bool]]:
-    """Column -> Python type, and whether it may be NULL."""
     return {field.name: _type_of(field.type) for field in msgspec.structs.fields(kind)}
 
 

@@ -1,9 +1,8 @@
 """`SqliteLedger`: the ledger of a run in one SQLite file.
 
-With durability `normal` (WAL, synchronous=NORMAL) a commit survives kill -9, but not a power failure. It
-takes tens of microseconds, so it runs on the event loop; batches over `LONG_BATCH` use a thread. At
-`LOG_BYTES`, a thread syncs the log into the file. Rows in `SYNCED` are synced at once. With `full`
-(synchronous=FULL) a thread syncs each commit, which then survives a power failure.
+With durability `normal` (WAL, synchronous=NORMAL) a commit takes tens of microseconds, so it runs on the
+event loop; batches over `LONG_BATCH` use a thread. At `LOG_BYTES`, a thread syncs the log into the file. Rows
+in `SYNCED` are synced at once. With `full` (synchronous=FULL) a thread syncs each commit.
 """
 
 from __future__ import annotations
@@ -109,7 +108,6 @@ class SqliteLedger(Ledger):
         self._connection.close()
 
     def _read_all(self, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """On a fresh connection, for threads."""
         with _explained(self._path), closing(sqlite3.connect(self._path)) as connection:
             return connection.execute(query, tuple(parameters)).fetchall()
 

@@ -1,7 +1,4 @@
-"""`StorageLimit`: bounds the bytes of a ledger's calls, tokens and transcripts.
-
-Over the limit, the oldest episodes that can no longer train lose these; their rows stay.
-"""
+"""`StorageLimit`: bounds the bytes of a ledger's calls, tokens and transcripts."""
 
 from __future__ import annotations
 
@@ -62,7 +59,6 @@ class StorageLimit:
         return self._counted is None or self._stored > self._limit
 
     async def keep(self) -> None:
-        """Raises StoreError."""
         if not self.is_reached:
             return
         self._is_at_work = True
@@ -89,7 +85,6 @@ class StorageLimit:
             self._counted += int(size)
 
     async def _drop(self) -> bool:
-        """False if no episode can be emptied."""
         checkpoints = await self._ledger.read(_LAST_NEEDED)
         last = (checkpoints[0][0] if checkpoints else 0) - self._replay_lag
         found = await self._ledger.read(_OLDEST, (last, DROPPED_AT_ONCE))

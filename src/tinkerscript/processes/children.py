@@ -101,7 +101,6 @@ async def server_address(
 
 
 def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
-    """None if the file is missing or an earlier process's."""
     if not path.exists() or server.process is None:
         return None
     data: dict[str, Any] = json.loads(path.read_text())

@@ -1,7 +1,6 @@
 """A run in one process (`enable_tinkerscript_mode: false`), with server and worker as the trainer's tasks.
 
-They run the same code as separate processes. The worker calls the server's app directly; others use its
-socket.
+The worker calls the server's app directly; others use its socket.
 """
 
 from __future__ import annotations

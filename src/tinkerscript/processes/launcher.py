@@ -78,7 +78,7 @@ class Child:
 
     name: str
     argv: Callable[[int], Sequence[str]]
-    log: Path  # On this machine.
+    log: Path
     environ: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     withheld: tuple[str, ...] = ()  # Removed from the environment.
     resources: Resources = field(default_factory=Resources)

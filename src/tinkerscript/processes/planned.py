@@ -37,7 +37,7 @@ class PlannedProcess:
     secrets: tuple[str, ...] = ()
     """Variables with keys, never on a command line."""
 
-    withheld: tuple[str, ...] = ()  # Removed from the environment.
+    withheld: tuple[str, ...] = ()
     resources: Resources = field(default_factory=Resources)
     on_trainer_machine: bool = False
     restarts: int = 0

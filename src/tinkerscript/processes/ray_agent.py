@@ -1,10 +1,8 @@
 """`python -m tinkerscript.processes.ray_agent` connects to a Ray cluster for a trainer.
 
 It reads orders as JSON lines from standard input and writes outcomes to standard output. Each process of the
-run is the child of an actor on its machine, which sends the output here, into the run's folder.
-
-A child ends with its actor. Ray ends the actors when this process ends, or a minute after their node lost the
-cluster's head.
+run is the child of an actor on its machine, which sends the output into the run's folder, and ends with the
+actor. Ray ends the actors when this process ends, or a minute after their node lost the cluster's head.
 """
 
 # pyright: reportMissingImports=false
@@ -148,7 +146,6 @@ class Agent:
             line = await orders.readline()
 
     async def _reserve(self, settings: dict[str, Any], node_id: str) -> list[str]:
-        """Returns the trainer's GPUs."""
         beside = [each for each in settings["processes"] if each["beside"]]
         others = [each for each in settings["processes"] if not each["beside"]]
         wanted = [_resources(sum(each["cpus"] for each in beside), sum(each["gpus"] for each in beside))]

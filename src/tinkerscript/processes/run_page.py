@@ -79,9 +79,8 @@ async def _given_up(
 def _listen(config: RunConfig) -> tuple[socket.socket, list[str]]:
     """Return a listening socket, and the TLS options of `view`. Raises OSError.
 
-    Listens on the server's host if the admin token protects the page there, otherwise only on this machine. A
-    trainer that shares a ledger with a remote server lacks that server's address or certificate, so it stays
-    local too.
+    Listens on the server's host if the admin token protects the page there, otherwise only on this machine,
+    as does a trainer that shares a ledger with a remote server and lacks its address or certificate.
     """
     section, port = config.interchange_server, config.page_port
     token = read_token(os.environ, ADMIN_TOKEN) or ""
