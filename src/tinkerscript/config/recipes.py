@@ -1,7 +1,7 @@
 """`RECIPES`: the keys of `training` that published algorithms set, by the name of `training.recipe`.
 
-The keys that the user gives win. Values that a paper ties to its model or data, such as sizes, lengths and
-learning rates, are left to the user. docs/recipes.md has the table.
+The user's keys win. Sizes, lengths and learning rates, which a paper ties to its model or data, are left out.
+docs/recipes.md has the table.
 """
 
 from __future__ import annotations

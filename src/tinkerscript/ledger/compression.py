@@ -1,8 +1,6 @@
-"""Zstd compression of a ledger's calls, tokens and transcripts.
+"""Zstd compression of a ledger's calls, tokens and transcripts (docs/ledger.md#compression).
 
-The blobs of a table resemble each other, so the first small ones train a dictionary, which shrinks later ones
-to a half or a third. A dictionary is committed before the first frame that names it, or with it, and it
-stays.
+A dictionary is committed before the first frame that names it, or with it, and it stays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`Curriculum`: skips samples that teach little, by the run's own pass rates.
-
-A sample is asked until a step has taken one of its groups. Then it is `open` while attempts both pass and
-fail, or retired as `solved` or `hopeless`. Retired samples are sometimes asked, and may reopen.
+"""`Curriculum`: skips samples that teach little, by the run's own pass rates (docs/training.md#a-curriculum).
 
 Choices depend only on the seed, the position and earlier steps' groups, so a resumed run repeats them.
 """

@@ -1,8 +1,6 @@
 """`Evaluator`: scores policy versions on held-out samples.
 
-If the sampler can hold its version, an evaluation overlaps with the next steps and uses a share of the
-workers. Otherwise it gets all workers.
-
+An evaluation overlaps with the next steps if the sampler can hold its version, using a share of the workers.
 Each label is evaluated once per run, by one version, even across restarts. Failed episodes are reported next
 to the score, never averaged into it.
 """
@@ -176,8 +174,8 @@ class Evaluator:
 
     @property
     def _room(self) -> int:
-        # The share of running episodes, but at least one, and of finished ones: fast episodes would exceed
-        # their share.
+        # The share of running and of finished episodes, but at least one: fast episodes would exceed a share
+        # of the running ones.
         share = self.config.share
         at_once = max(1, int(share * self.collector.held.number))
         in_all = 1 + (share / (1 - share) * self.collector.rollouts if share < 1 else math.inf)

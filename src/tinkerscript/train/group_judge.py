@@ -1,10 +1,7 @@
-"""`GroupJudge`: rewards from a judge that sees all episodes of a complete group.
+"""`GroupJudge`: rewards from a judge that sees all episodes of a complete group (docs/rewards.md).
 
-A judge is a user's function, or a role that ranks the episodes (`ranked`, after OpenPipe ART's RULER: ranking
-needs no labels, and GRPO only compares within a group).
-
-A group trains on all its verdicts or not at all; a failed judge fails the group and never means a reward of
-0. Verdicts are in the ledger before a step uses them.
+`ranked` is OpenPipe ART's RULER: ranking needs no labels, and GRPO only compares within a group. A group
+trains on all its verdicts or not at all, and verdicts are in the ledger before a step uses them.
 """
 
 from __future__ import annotations

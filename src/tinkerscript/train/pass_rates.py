@@ -1,7 +1,6 @@
-"""Which episodes pass, and pass@k of an evaluation: the probability that one of k attempts passes.
+"""Which episodes pass, and unbiased estimates of pass@k (Chen et al. 2021, arXiv:2107.03374).
 
-With c passes in n attempts, its unbiased estimate is 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
-arXiv:2107.03374). Intervals are over samples, because attempts at one sample are correlated.
+Intervals are over samples, because attempts at one sample are correlated.
 """
 
 from __future__ import annotations

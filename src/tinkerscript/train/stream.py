@@ -1,13 +1,9 @@
 """`GroupStream`: decides which groups start, and which a training step takes.
 
-Groups start early, as long as they can train at a lag of at most L. With G groups per step and S training
-steps behind the newest weights, at most (S + L + 1) G start in total (Fu et al. 2025, "AReaL",
-arXiv:2505.24298). A step takes complete groups in starting order, and waits for older ones that later steps
-could not train in time.
-
-No group trains more than L steps after the weights that it started with; older ones are left out, with a
-reason in the ledger. Slow groups are kept, except that up to `extra_groups` are cancelled in the last step
-that could train them.
+The rule is AReaL's (Fu et al. 2025, arXiv:2505.24298), in docs/training.md#synchronous-to-asynchronous. No
+group trains more than L = `max_policy_lag` steps after the weights that it started with; older ones are left
+out, with a reason in the ledger. Slow groups are kept, except that up to `extra_groups` are cancelled in the
+last step that could train them.
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[
 class KLPenalty:
     """The reverse KL divergence from a reference model, as part of each token's reward.
 
-    For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature; its mean
-    estimates KL(policy, reference). The advantage changes by -coef * d, or if `centered` by coef * (mean(d) -
-    d), with the mean over the batch's tokens with loss. This is tinker_cookbook's `incorporate_kl_penalty`,
-    except that tokens without loss get nothing.
+    For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature. The
+    advantage changes by -coef * d, or if `centered` by coef * (mean(d) - d), with the mean over the batch's
+    tokens with loss. This is tinker_cookbook's `incorporate_kl_penalty`, except that tokens without loss get
+    nothing.
     """
 
     reference: ReferenceLogprobs
@@ -100,8 +100,8 @@ def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -
 CONTEXT = "teacher_context"
 """Metadata key: text that a program knows but did not show the model, such as the right answer.
 
-The teacher reads it after the last message of each sequence's first prompt, and scores the same sampled
-tokens, so the policy learns to do without.
+The teacher reads it after the last message of each sequence's first prompt, so the policy learns to do
+without.
 """
 
 
@@ -155,9 +155,8 @@ Waiting = Callable[[str], AbstractContextManager[object]]
 class Distillation:
     """On-policy distillation: a teacher penalizes each sampled token by its divergence.
 
-    Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation". A
-    `CONTEXT`, with the start policy as teacher, makes it self-distillation: SDFT, arXiv:2601.19897; SDPO,
-    arXiv:2601.20802; OPSD, Zhao et al. 2026.
+    Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
+    With a `CONTEXT` and the start policy as teacher it is self-distillation (docs/training.md#a-teacher).
     """
 
     def __init__(
@@ -319,21 +318,16 @@ CORRECTIONS: Mapping[str, tuple[Literal["token", "product", "mean"], Callable[[D
     "veto": ("token", _all_inside),
 }
 """For each part of `RolloutCorrectionConfig`: its `Ratios`, and a function of them and its value that gives
-each token's factor.
-
-TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training". MIS, the
-geometric mask and the veto: Liu et al. 2025, "When Speed Kills Stability". IcePop: Ling Team 2025,
-arXiv:2510.18855.
-"""
+each token's factor (sources: docs/training.md#a-sampler-that-is-not-the-trainer)."""
 
 
 def correct(
     batch: Sequence[WeightedRollout], trainer: Sequence[FloatArray], config: RolloutCorrectionConfig
 ) -> tuple[list[WeightedRollout], dict[str, float]]:
     """Weight advantages by the trainer's probabilities before the update (`trainer`, float32 [T] logprobs
-    each) over the sampler's, and make them the loss's reference.
+    each) over the sampler's, and make them the loss's reference, so only the ratio to it changes in the
+    update.
 
-    So a constant corrects the earlier difference, and only the ratio to the reference changes in the update.
     Metrics over loss tokens: the mean weight, the largest ratio, and in `correction/NAME` the share that a
     part clipped or masked.
     """
@@ -408,11 +402,12 @@ def covariant_tokens(
     band: tuple[float, float] | None,
     seed: str,
 ) -> list[FloatArray]:
-    """Mark tokens with an outstanding covariance: float32 [T] each, 1 or 0.
+    """Mark tokens with an outstanding covariance: float32 [T] each, 1 or 0 (Cui et al. 2025,
+    arXiv:2505.22617).
 
     It is (A - mean(A)) (log p - mean(log p)), with means over the batch's loss tokens and p the trainer's
     probability before the update (`trainer`: float32 [T] each). Marks the `share` of tokens with the largest,
-    or with a `band` as many random tokens inside it. Cui et al. 2025, arXiv:2505.22617.
+    or with a `band` as many random tokens inside it.
     """
     masks = [item.rollout.loss_mask for item in batch]
     advantages = np.concatenate([item.advantages[mask] for item, mask in zip(batch, masks, strict=True)])

@@ -1,8 +1,7 @@
 """`TinkerBackend`: a service with Tinker's protocol. Checkpoints contain the path of the weights there.
 
-Tinker's SDK retries by itself: for minutes to send a request, an hour while billing pauses a job,
-indefinitely while a result is pending. `SlowCallNotifier` reports such waits. Missing features are found
-before the first episode.
+Tinker's SDK retries by itself, for a result indefinitely (docs/tinker.md); `SlowCallNotifier` reports such
+waits. Missing features are found before the first episode.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """`ReplicaPool`: publishes each version of the weights to all replicas, and routes model calls to them.
 
-An episode stays with one replica, which has cached its earlier turns. A new or returning replica samples once
-it has the live versions, and has shown that adapters act on every kind of module.
-
-A single version samples a call. A replica samples only from versions that it loaded by their files' digest
-and did not fail to prove. Unanswered calls of a lost replica are repeated elsewhere.
+An episode stays with one replica, which has cached its earlier turns. A replica samples only from versions
+that it loaded by their files' digest and did not fail to prove, and only after showing that adapters act on
+every kind of module. A single version samples a call. Unanswered calls of a lost replica are repeated
+elsewhere.
 """
 
 from __future__ import annotations
