@@ -60,7 +60,7 @@ def create_in_file(path: Path, name: str, args: dict[str, Any]) -> Task:
 
 
 def find_registered(name: str) -> object | None:
-    """The public way creates the task."""
+    """Return the registered function. The public way creates the task."""
     return registry_lookup("task", name)
 
 
@@ -165,12 +165,12 @@ async def dead_container() -> str:
 
 
 def mark_choices(state: TaskState) -> None:
-    """As `multiple_choice()` does after generating."""
+    """Mark the choices, as `multiple_choice()` does after generating."""
     set_choices_based_on_generated_response(state, parse_answers(state, multiple_correct=True))
 
 
 def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
-    """As in an Inspect log, where a second `match` is `match1`."""
+    """Name the scorers as in an Inspect log, where a second `match` is `match1`."""
     names: list[str] = []
     for scorer in scorers:
         names.append(unique_scorer_name(scorer, names))
@@ -200,7 +200,7 @@ def task_folder(task: Task) -> str:
 
 
 def overridden_sandbox(task: Task, sandbox: SandboxEnvironmentType) -> SandboxEnvironmentSpec | None:
-    """For one task; `inspect eval --sandbox` does so for all tasks."""
+    """Replace one task's sandbox; `inspect eval --sandbox` does so for all tasks."""
     return resolve_task_sandbox(task, sandbox)
 
 

@@ -138,7 +138,7 @@ class InspectEnv(Env):
         self.unapplied: set[str] = set()  # Settings that the trainer decides, as `name=value`.
         self.scored: EpisodeReward | None = None
         self.record: EvalSample | None = None
-        """Inspect's, also of a failed episode; None before its end."""
+        """Inspect's record, also of a failed episode; None before its end."""
 
     async def initial_observation(
         self,
@@ -251,7 +251,7 @@ class InspectEnv(Env):
 
     @property
     def generate_config(self) -> GenerateConfig:
-        """Of the solver's pending call, including the task's config."""
+        """The settings of the solver's pending call, including the task's config."""
         return self._call.request.config if self._call else GenerateConfig()
 
     def _observation(self) -> tuple[tinker.ModelInput, StopCondition]:
@@ -308,7 +308,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
         require_counts(num_envs_per_group=self.num_envs)
 
     async def make_envs(self) -> Sequence[Env]:
-        """They have not started. Waits while another event loop runs episodes."""
+        """Make `num_envs` environments, unstarted. Waits while another event loop runs episodes."""
         if self._runner is None:
             self._runner = await shared_pool().acquire(self.task, self.options.runner)
         made = [

@@ -86,7 +86,7 @@ class EpisodeOutcome:
     """The exception of the solver or a scorer."""
 
     limit: str | None
-    """Ended the solver: `message`, `token`, `turn`, `time`, `custom`..."""
+    """The limit that ended the solver: `message`, `token`, `turn`, `time`, `custom`..."""
 
     messages: list[ChatMessage]
     traceback: str = ""
@@ -383,7 +383,7 @@ def _price_policy() -> None:
 
 
 def estimated_tokens(text: str) -> int:
-    # Rather too high.
+    # This estimate is rather too high.
     return max(1, len(text.encode(errors="replace")) // 3)
 
 

@@ -46,7 +46,7 @@ _BACK_WITHIN_S = 60.0
 @dataclass(frozen=True)
 class RunnerOptions:
     model_roles: Mapping[str, str | Model] | None = None
-    """Such as the grader of model-graded scorers."""
+    """Inspect model roles, such as the grader of model-graded scorers."""
 
     sandbox: SandboxConfig | None = None
     """Replaces the task's sandbox, like `inspect eval --sandbox`."""

@@ -72,7 +72,7 @@ class InspectTaskInfo:
 
     @property
     def task_id(self) -> str:
-        """The same on any machine: `file.py@name` without the folder, or the registered name."""
+        """The task's name on any machine: `file.py@name` without the folder, or the registered name."""
         if not isinstance(self.source, str):
             return self.name
         path = Path(self.source.partition("@")[0])
@@ -258,7 +258,7 @@ class AgentOptions:
     """Added to the task's system message."""
 
     tool_timeout_s: int = 180
-    """Of a bash or python call. A timeout is a tool result."""
+    """Limit of a bash or python call. A timeout is a tool result."""
 
     def __post_init__(self) -> None:
         require_counts(tool_timeout=self.tool_timeout_s)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tinkerscript.train.samples import TaskSamples
 
 ASSUMED_PROMPT_TOKENS = 1024
-"""When clients register the samples."""
+"""Used when clients register the samples."""
 
 TEMPLATE_TOKENS = 64
 

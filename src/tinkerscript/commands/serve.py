@@ -56,7 +56,7 @@ class Served:
 
 
 def served_config(folder: Path, host: str, port: Port) -> RunConfig:
-    """Only the context length limits replies. Raises ConfigError for a model without one."""
+    """Let only the context length limit replies. Raises ConfigError for a model without one."""
     return RunConfig(
         engine=EngineConfig(model=str(folder.absolute())),
         interchange_server=InterchangeConfig(interchange_server_host=host, interchange_server_port=port),

@@ -22,7 +22,7 @@ from tinkerscript.lifecycle import shorten_collections
 from tinkerscript.page.web_app import create_page
 
 NICENESS = 10
-"""A run on this machine goes first."""
+"""Lets a run on this machine go first."""
 
 PAGE_GRACE_S = 1
 """For open requests, such as event streams."""

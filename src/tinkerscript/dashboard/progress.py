@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 
 class PendingEvaluation(NamedTuple):
     label: str
-    step: int  # Of its weights.
-    done: int  # Episodes.
+    step: int  # The step that produced its weights.
+    done: int  # Finished episodes.
     total: int
 
 
@@ -22,7 +22,7 @@ class Phase(Protocol):
 class ProgressReporter(ABC):
     @abstractmethod
     def begin(self, steps: int, *, done: int = 0) -> None:
-        """`done` of the `steps` are done."""
+        """Announce `steps` training steps, of which `done` are done."""
 
     @abstractmethod
     def waiting(self, what: str) -> AbstractContextManager[None]:
@@ -39,7 +39,7 @@ class ProgressReporter(ABC):
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None: ...
 
     def pending(self, evaluations: Sequence[PendingEvaluation]) -> None:  # noqa: B027 (most show phases)
-        """Evaluations that have begun and not ended."""
+        """Show evaluations that have begun and not ended."""
 
     @abstractmethod
     def note(self, message: str) -> None:

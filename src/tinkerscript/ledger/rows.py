@@ -94,7 +94,7 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """First step that could train on it, or the step before its evaluation. 0: a client's own sample."""
 
     label: str = ""
-    """The evaluation's, such as `before`."""
+    """Label of its evaluation, such as `before`."""
 
     position: int = -1
     """Its sample's place in the order of training, or -1."""
@@ -301,7 +301,7 @@ class VerdictRow(Row, frozen=True, kw_only=True):
 
     episode: int
     reward: float | None
-    """Replaces the episode's. NULL: the judge failed, and the group did not train."""
+    """Replaces the episode's reward. NULL: the judge failed, and the group did not train."""
 
     words: str = ""
 

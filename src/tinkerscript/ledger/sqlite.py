@@ -40,7 +40,7 @@ from tinkerscript.rollouts.call import Call
 
 LOG_BYTES = 2**22
 LONG_BATCH = 1000  # Rows that take about 10 ms.
-LONG_BYTES = 2**22  # Of payloads, calls and transcripts, which take as long.
+LONG_BYTES = 2**22  # Payloads, calls and transcripts that take as long.
 
 # After a power failure, no policy version may be used twice, and no checkpoint may be ahead of the ledger.
 SYNCED = (PublicationRow, StepRow)

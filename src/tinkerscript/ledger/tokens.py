@@ -34,7 +34,7 @@ class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [S], before the step's first update."""
 
     entropies: bytes = b""
-    """float16 [S], the trainer's, in nats."""
+    """float16 [S]: of the trainer's distribution, in nats."""
 
     advantages: bytes = b""
     """float32 [S], or [1] if all are equal: input of the loss, before averaging."""
@@ -44,7 +44,7 @@ class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str = ""
     chat: bytes = b""
-    """int32 [T], a supervised chat, which has no calls."""
+    """int32 [T]: tokens of a supervised chat, which has no calls."""
 
     chat_trained: bytes = b""
     """uint8 [T]: 1 at each of the S tokens that train."""

@@ -27,11 +27,11 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SERVER_START_S = 60.0
 
-FORMER_SERVER_S = 20.0  # For a dead trainer's server to end.
+FORMER_SERVER_S = 20.0  # Time for a dead trainer's server to end.
 
 CHILD_POLL_S = 0.02
 
-RANK_ERROR_S = 5.0  # To notice a rank's death.
+RANK_ERROR_S = 5.0  # Time to notice a rank's death.
 
 LOCAL_WORKERS = "local_workers"
 """File in the run folder with the trainer's workers, one per line."""

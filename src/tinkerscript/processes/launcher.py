@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tinkerscript.lifecycle import DISK_FULL, describe_exit
 
-MAX_RESTARTS = 10  # Per process.
+MAX_RESTARTS = 10  # Per process, before the run gives up.
 
 
 class Slot(StrEnum):

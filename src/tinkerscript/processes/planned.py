@@ -49,7 +49,7 @@ class PlannedProcess:
         return f"{name.replace(' ', '-')}.log"
 
     def argv(self) -> list[str]:
-        """For this Python, ending with its parent."""
+        """Return a command for this Python that ends with its parent."""
         program, *arguments = self.command
         if program == "tinkerscript" and arguments[0] != "rank":
             return own_command(*arguments)

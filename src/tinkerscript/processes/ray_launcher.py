@@ -69,7 +69,7 @@ async def open_launcher(
 
 
 class RayProcess(Started):
-    """It may still wait for room."""
+    """A process that may still wait for room."""
 
     def __init__(self, number: int, send: Callable[[dict[str, Any]], None]) -> None:
         self.host, self.port = "", 0

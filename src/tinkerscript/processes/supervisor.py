@@ -15,7 +15,7 @@ CHILD_GRACE_S = 4.0
 """Before SIGKILL. An interrupted run exits hard only later."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Of consecutive restarts; the last value repeats."""
+"""For consecutive restarts; the last value repeats."""
 
 STABLE_AFTER_S = 60.0
 """A child that lived this long restarts at once."""

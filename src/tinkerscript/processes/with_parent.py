@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     threading.Thread(target=watch, daemon=True).start()
     code = program.wait()
     if stopped.is_set() and os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # Including us.
+        os.killpg(0, signal.SIGKILL)  # This ends us too.
     return code
 
 

@@ -37,7 +37,7 @@ class SupervisedExample:
 
     rejected: Sequence[tinker.Datum] = ()
     episodes: tuple[str, ...] = ()
-    """The better one of a pair first."""
+    """In a pair, the better episode is first."""
 
     @property
     def datums(self) -> Datums:

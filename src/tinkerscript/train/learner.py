@@ -505,8 +505,8 @@ class Learner:
         """The entropy bonus of this step, and in `_next_state` the next one's.
 
         With weight c, entropy e before the update and target t, the bonus weighs c if e <= t, else 0; then c
-        grows or shrinks by delta, but not below 0 (Skywork-OR1, He et al. 2025, arXiv:2505.22312; the bound
-        is TRL's).
+        grows by delta if e < t or shrinks by it if e > t, but not below 0 (Skywork-OR1, He et al. 2025,
+        arXiv:2505.22312; the bound is TRL's).
         """
         target, delta = self.config.adaptive_entropy.target, self.config.adaptive_entropy.delta
         entropy = self._measured.get("train/entropy")
