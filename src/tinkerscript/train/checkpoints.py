@@ -18,7 +18,7 @@ from tinkerscript.train.learner import Learner
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 
-# The server may have failed, so a commit may never return.
+# The server may be gone, and then the commit never returns.
 LAST_COMMIT_S = 10.0
 
 logger = logging.getLogger(__name__)

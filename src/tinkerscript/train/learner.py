@@ -299,7 +299,6 @@ class Learner:
     async def _check_groups(
         self, step: int, lag_of_version: Mapping[int, int] | None
     ) -> list[tuple[WeightedRollout, FloatArray]]:
-        """(sequence that trains, the trainer's logprobs float32 [T])"""
         sound = [*(self.alignment.sound(group) for group in self.groups), *self.replayed]
         weighted = self._weighted(sound)
         batch = [

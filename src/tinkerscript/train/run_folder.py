@@ -258,7 +258,7 @@ def _step_of(line: str, *, beyond: int) -> int:
 
 
 def _link_as_latest(run: Path) -> None:
-    """Point `runs/latest` at this run, unless it is not a link."""
+    """Point `runs/latest` at this run, unless it is a real folder."""
     link = RUNS / LATEST_RUN
     if link.is_dir() and not link.is_symlink():
         return

@@ -1,7 +1,4 @@
-"""Supervised fine-tuning on chats or a run's best episodes: measure; train step by step; measure again.
-
-Often, `engine.checkpoint` of a reinforcement learning run then names its checkpoint.
-"""
+"""Supervised fine-tuning on chats or a run's best episodes: measure; train step by step; measure again."""
 
 from __future__ import annotations
 

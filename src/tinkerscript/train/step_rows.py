@@ -33,7 +33,7 @@ from tinkerscript.trainer_link.messages import EpisodeFailed, Outcome
 
 MAX_FINDINGS = 200
 
-# Tokens per transaction. More would block the server's event loop.
+# Bytes of tokens per transaction. More would block the server's event loop.
 NOTED_BYTES = 2**20
 
 
@@ -183,7 +183,6 @@ class _Tokens:
 
 
 def _shortest(values: Any) -> bytes:
-    """The bytes of `values` [S], or of one if all are equal."""
     return values[:1].tobytes() if len(values) and (values == values[0]).all() else values.tobytes()
 
 

@@ -147,7 +147,6 @@ class GroupStream:
             self.source.note(rows)
 
     async def _taken(self, step: int) -> tuple[Batch, float | None]:
-        """With the seconds spent on groups that would have been too old."""
         if self.samples is None:
             batch = self._batch(f"step {step}")
             await self.collector.filled(batch)

@@ -103,7 +103,7 @@ class PolicyUpdate:
         return list(rows.values())
 
     def note_tokens(self, step: TrainingStep, *, stopped: str = "") -> None:
-        """Keep each token's numbers, if the run records them or they explain why it stops."""
+        """Only if the run records the numbers or they explain why it stops."""
         if not (stopped or keeps_tokens(self._recording, step.number)):
             return
         for learner in self._learners:
