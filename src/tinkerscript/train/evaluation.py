@@ -102,7 +102,7 @@ class Evaluator:
         await self._wait(at_most=self.policy.holds)
 
     async def again(self, step: int) -> None:
-        """The newest weights must be those of `step`."""
+        """The newest weights must belong to `step`."""
         await self._begin(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
