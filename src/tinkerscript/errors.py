@@ -74,7 +74,7 @@ __all__ = [
 
 
 MAX_REWARD = 1e6
-"""Larger rewards would overflow training. Checked wherever a reward enters."""
+"""Larger rewards would overflow training."""
 
 
 class TinkerScriptError(Exception):
@@ -102,11 +102,11 @@ class RunFinishedError(ClientError):
 
 
 class RunFailedError(RunFinishedError):
-    """The run has failed, and its server ends with it."""
+    pass
 
 
 class ClaimLostError(ClientError):
-    """The episode's lease is gone, so the claim's result does not count."""
+    pass
 
 
 class ClientClosedError(ClientError):
@@ -116,8 +116,8 @@ class ClientClosedError(ClientError):
 class RequestRefusedError(ClientError):
     """The server refused a request.
 
-    `status`: the HTTP status. `reason`: the server's message. `code`: such as `context_length_exceeded`, or
-    empty.
+    `status` is the HTTP status, `reason` the server's message, and `code` an identifier such as
+    `context_length_exceeded` or empty.
     """
 
     def __init__(self, status: int, reason: str, code: str = "") -> None:
@@ -156,7 +156,7 @@ class QuotaError(InterchangeError):
 
 
 class UnauthorizedError(InterchangeError):
-    """The token does not grant the route's role. `status` is 401 or 403."""
+    """`status` is 401 for a missing or wrong token, 403 for an insufficient role."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -170,8 +170,8 @@ class StoreError(InterchangeError):
 class GatewayError(TinkerScriptError):
     """A model call cannot be served.
 
-    `status`: the HTTP status, for the caller's retry logic. `code`: a stable identifier such as
-    `invalid_api_key` or `context_length_exceeded`. `param`: the offending field.
+    `status` is the HTTP status, for the caller's retry logic. `code` is an identifier such as
+    `invalid_api_key`. `param` names the offending field.
     """
 
     def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
@@ -183,7 +183,7 @@ class GatewayError(TinkerScriptError):
 
 
 class LinkError(TinkerScriptError):
-    """The ZeroMQ link failed or was misused."""
+    pass
 
 
 class EngineError(TinkerScriptError):
@@ -195,7 +195,7 @@ class EngineRequestError(EngineError):
 
 
 class WireError(EngineError):
-    """The Tinker API server refuses a request. `status` suits the SDK's retries."""
+    """`status` tells the SDK whether to retry."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -203,7 +203,7 @@ class WireError(EngineError):
 
 
 class AlignmentError(TinkerScriptError):
-    """Training data differs from what was sampled. `name`: its name in the alignment report, or empty."""
+    """Training data differs from the sample. `name` is the error's name in the alignment report, or empty."""
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
@@ -211,11 +211,11 @@ class AlignmentError(TinkerScriptError):
 
 
 class NoSuccessError(TinkerScriptError):
-    """Every episode of an evaluation or step failed."""
+    pass
 
 
 class NotRecordedError(TinkerScriptError):
-    """The ledger has no such step, episode or token, or the query is malformed."""
+    pass
 
 
 class ConversionError(TinkerScriptError):

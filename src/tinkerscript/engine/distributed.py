@@ -1,7 +1,6 @@
 """Training on several devices: one process (rank) each, and all take the same optimizer steps.
 
-Rank 0 has the engine. It samples, reads and writes files, and sends portions of the data to the others,
-which `follow`.
+Rank 0 has the engine. It samples, reads and writes files, and sends data to the others, which `follow`.
 
 Invariants: all ranks call the same `RankTrainer` methods in order, with equal numbers of microbatches, so
 that collective operations match. A follower waits on its connection, because a collective operation would
@@ -87,7 +86,7 @@ def portions(
 ) -> list[Portion]:
     """Split data into portions with about equal tokens and equal numbers of microbatches.
 
-    `rows` makes rows for a token budget, more only if that makes the largest portion a tenth smaller.
+    `rows` makes rows for a token budget. More rows must make the largest portion a tenth smaller.
     """
     whole = rows(budget)
     shares = balanced(whole, ranks)
@@ -159,7 +158,7 @@ class ShardedWeights(Weights):
         self._gathered().write(folder, dtype)
 
     def read(self, folder: Path) -> None:
-        """Reads the full weights, which `LeadingTrainer.load` distributes."""
+        """`LeadingTrainer.load` distributes these full weights."""
         assert self._whole is not None
         self._whole.read(folder)
 
@@ -202,7 +201,7 @@ class RankTrainer(Trainer):
         self.weights.gather()
 
     def gather_optimizer(self) -> dict[str, Any]:
-        """The optimizer state as in one process. Empty on followers."""
+        """Return the optimizer state as in one process, empty on followers."""
         own, is_first = Trainer.optimizer_state(self), dist.get_rank() == 0
         state: dict[int, dict[str, Tensor]] = {}
         for at, entry in own["state"].items():
@@ -377,7 +376,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _part(full: Tensor | None, like: Tensor) -> Tensor:
-    """This rank's part of rank 0's tensor: all, or a shard like `like`. All ranks must call this."""
+    """Return this rank's part of rank 0's tensor: all, or a shard like `like`. All ranks must call this."""
     if full is None:
         given = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     else:
@@ -403,7 +402,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
 
 
 def follow() -> None:
-    # Rank 0 gets these signals too; it saves its state and then ends this rank.
+    # Rank 0 gets these signals too, saves its state, and then ends this rank.
     for number in (signal.SIGINT, signal.SIGTERM) if is_launched() else (signal.SIGINT,):
         signal.signal(number, signal.SIG_IGN)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -29,7 +29,7 @@ COMPILED_GRAMMARS = 64
 
 
 class GrammarError(EngineError):
-    """The message is the compiler's."""
+    pass
 
 
 class Matcher:
@@ -48,7 +48,7 @@ class Matcher:
         return allowed
 
     def take(self, token: int) -> None:
-        """Raises GrammarError if the grammar does not allow the token.
+        """Raises GrammarError for a forbidden token.
 
         The mask may have allowed it: a marker, where the grammar wants its spelling as text.
         """
@@ -56,7 +56,7 @@ class Matcher:
             raise self._dead_end(f"it expects a text that only the token {token} spells")
 
     def _dead_end(self, what: str) -> GrammarError:
-        # The rest is the parser's state, a kilobyte per failed call.
+        # The rest is a kilobyte of the parser's state.
         reason = str(self._matcher.get_error()).partition("\n")[0].strip()
         return GrammarError(f"the grammar cannot be followed to its end: {what} ({reason})")
 

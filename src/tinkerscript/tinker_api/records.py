@@ -1,8 +1,8 @@
 """Sessions with their runs and samplers, and checkpoints, all on disk.
 
-Sessions are stored at once, so that a client that outlives the server can keep sampling from checkpoints. A
+Sessions are stored at once, so that clients that outlive the server can keep sampling from checkpoints. A
 checkpoint is a Hugging Face folder with a `NOTE`, at `tinker://RUN/weights/NAME` or
-`tinker://RUN/sampler_weights/NAME`. Nothing else records checkpoints.
+`tinker://RUN/sampler_weights/NAME`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARCHIVE_KINDS: Mapping[str, Literal["training", "sampler"]] = {
     "weights": "training",
     "sampler_weights": "sampler",
 }
-"""Tinker's name for the second part of a `tinker://` path."""
+"""Keys are the second part of a `tinker://` path."""
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 24 * 3600
 
@@ -46,7 +46,7 @@ class SamplerRecord:
     base_model: str
     model_path: str | None = None
     snapshot: bool = False  # Only this process has the weights.
-    clones: int = 0  # Clients that joined later.
+    clones: int = 0
 
 
 @dataclass(slots=True)
@@ -71,8 +71,6 @@ class ClientSession:
 
 
 class Sessions:
-    """Sessions on disk. `clock` returns seconds."""
-
     def __init__(self, root: Path, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._root = root
         self._timeout_s = timeout_s
@@ -118,7 +116,6 @@ class Sessions:
         return sorted(self._sessions.values(), key=lambda session: session.created, reverse=True)
 
     def sampler(self, sampler_id: str) -> tuple[ClientSession, SamplerRecord]:
-        """Raises WireError 404."""
         session = self._sessions.get(sampler_id.partition(":sample:")[0])
         if session is None or sampler_id not in session.samplers:
             raise WireError(
@@ -129,7 +126,6 @@ class Sessions:
         return session, session.samplers[sampler_id]
 
     def run(self, run_id: str) -> tuple[ClientSession, RunRecord]:
-        """Raises WireError 404."""
         session = self._sessions.get(run_id.partition(":train:")[0])
         if session is None or run_id not in session.runs:
             raise WireError(404, f"model_id: no training run {run_id!r}")
@@ -168,7 +164,7 @@ def _read_session(path: Path) -> ClientSession:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A stored checkpoint. Times are ISO 8601 with a time zone."""
+    """Times are ISO 8601 with a time zone."""
 
     run_id: str
     kind: str
@@ -232,7 +228,7 @@ class Checkpoints:
         return {NOTE: json.dumps(asdict(checkpoint), indent=2) + "\n"}
 
     def find(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Return a stored checkpoint. Raises WireError: 400 for a malformed path, 404 for a missing one."""
+        """Raises WireError: 400 for a malformed path, 404 for a missing checkpoint."""
         run_id, kind, name = _parts(path, field)
         found = _read_checkpoint(self._root / _folder_name(run_id) / kind / name / NOTE)
         if found is None or found.expired(datetime.now(UTC)):

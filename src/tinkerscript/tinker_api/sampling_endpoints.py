@@ -1,4 +1,4 @@
-"""Endpoints of samplers, whose weights never change."""
+"""Endpoints of samplers."""
 
 from __future__ import annotations
 
