@@ -94,7 +94,7 @@ class Decoder(ABC):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer has a state. Such a model prefills a prompt at once, and continues token by token."""
+        """Whether a layer has a state. Such a model prefills a prompt whole and continues token by token."""
         return False
 
     @abstractmethod
@@ -655,7 +655,7 @@ def _put_into_tree(model: PreTrainedModel, adapter: AdapterTensors) -> None:
 
 
 class _SlotLayer(DynamicLayer):
-    """A group's layer for one step: writes position lengths[i] of row i, returns [0, longest] or the window."""
+    """A group's layer for one step: writes row i's position lengths[i], returns [0, longest] or a window."""
 
     def __init__(self, kept: LayerCache, lengths: Tensor, longest: int) -> None:
         super().__init__()

@@ -53,12 +53,12 @@ __all__ = ["EmbeddedEngine"]
 class EmbeddedEngine:
     """A Hugging Face causal language model with Tinker's training and sampling clients.
 
-            with EmbeddedEngine("tiny") as engine:
-                training = engine.create_training_client()
-                training.forward_backward(data, "ppo").result()
-                training.optim_step(tinker.AdamParams(learning_rate=1e-4)).result()
-                sampling = training.save_weights_and_get_sampling_client().result()
-                response = sampling.sample(prompt, 4, tinker.SamplingParams(max_tokens=64)).result()
+        with EmbeddedEngine("tiny") as engine:
+            training = engine.create_training_client()
+            training.forward_backward(data, "ppo").result()
+            training.optim_step(tinker.AdamParams(learning_rate=1e-4)).result()
+            sampling = training.save_weights_and_get_sampling_client().result()
+            response = sampling.sample(prompt, 4, tinker.SamplingParams(max_tokens=64)).result()
 
     `data` is a list of `tinker.Datum`: `model_input` ids [T], and `loss_fn_inputs` such as `target_tokens`
     int64 [T], `logprobs` and `advantages` float32 [T]. Each of `response.sequences` has `tokens` and

@@ -192,7 +192,7 @@ class Ranks:
             self._disconnect()
             if self.spec.device == "cuda" and dist.is_initialized():
                 group: Any = dist.group.WORLD
-                group.abort()  # NCCL's operations do not end with the connections, unlike gloo's.
+                group.abort()  # NCCL's operations, unlike gloo's, do not end with the connections.
         found = self.failure.exception() if self.failure.done() else None
         return found if isinstance(found, EngineError) else error
 
@@ -255,9 +255,9 @@ class Ranks:
                 rank = connection.recv()
                 connection.send(self.spec)
             except (AuthenticationError, EOFError, ConnectionError):
-                continue  # A stranger, or a dead rank.
+                continue  # This is a stranger or a dead rank.
             except OSError:
-                return  # The listener is closed.
+                return
             self._connections[rank] = connection
             self._begin(self._read, rank, connection)
         self._listener.close()

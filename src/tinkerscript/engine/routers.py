@@ -1,4 +1,4 @@
-"""`routing_of` finds the routers of a mixture, and proves that their choices can be replayed."""
+"""Find the routers of a mixture, and prove that their choices can be replayed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tinkerscript.errors import EngineError
 
 
 def routing_of(model: PreTrainedModel, own: OwnLogits | None = None) -> Routing:
-    """How the routers of `model` choose.
+    """Return how the routers of `model` choose.
 
-    A replay is proved to give the same logits, and other choices to give others. `own`: the model's logits,
-    if computed. Raises EngineError for a model without experts, or one that chooses in another way.
+    A replay is proved to give the same logits, and other choices to give others. Raises EngineError for a
+    model without experts, or another way of choosing.
     """
     kind = model.config.model_type
     if not (experts := experts_of(model.config)):

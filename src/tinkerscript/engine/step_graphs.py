@@ -26,7 +26,7 @@ Replay = Callable[[], None]
 class _Captured:
     storages: list[int]
     ids: Tensor
-    """(room,): the newest token in each place for a row, in all groups; arbitrary without a row."""
+    """(room,): the newest token in each row's place, in all groups; arbitrary in empty places."""
 
     lengths: Tensor
     """(room,)"""
@@ -38,8 +38,9 @@ class _Captured:
 
 
 class StepGraphs:
-    """`step` gives the logits of `run`, from a graph once it meets a storage again: capturing one that
-    still changes at every token would not pay."""
+    """`step` captures a graph only for a storage that it meets again: one that changes at every token would
+    not pay.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """`Trainer`: a trainable model with its gradients and optimizer. `EmbeddedTrainingClient`: Tinker's
 TrainingClient.
 
-Invariants: calls take effect on the engine's thread, in order. Losses are sums over tokens, so gradients do
-not depend on packing.
+Calls take effect on the engine's thread, in order. Losses are sums over tokens, so gradients do not depend on
+packing.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Weights(ABC):
 
     @abstractmethod
     def decoder(self) -> Decoder:
-        """A decoder of the current weights, unaffected by later training."""
+        """Return a decoder of the current weights, unaffected by later training."""
 
     @abstractmethod
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -138,7 +138,7 @@ class AllWeights(Weights):
 
 
 class Trainer:
-    """Trains the weights of one run. Not thread-safe: the engine's thread owns it."""
+    """Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self,
@@ -153,8 +153,9 @@ class Trainer:
     ) -> None:
         """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: of matrix
         products (torch's autocast); weights and moments stay float32. `routing`: replays `CHOSEN_EXPERTS`.
-        `top`: how many of the most probable tokens to return besides the targets', without a loss of their
-        own. `images`: None refuses images."""
+        `top`: how many of the most probable tokens to return besides the targets. `images`: None refuses
+        images.
+        """
         self.weights = weights
         self.model = model = weights.model
         self._microbatch_tokens = microbatch_tokens or tokens_of_microbatch(model.device)
@@ -396,9 +397,9 @@ class Trainer:
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
         """Take one AdamW step and clear the gradients.
 
-        Metrics: `grad_norm` before clipping, and `update_ratio`, the change's norm over the weights'. If
-        the gradient is not finite, nothing changes and the only metric is `skipped_steps`. Raises
-        EngineError after a failed backward pass.
+        Metrics: `grad_norm` before clipping, and `update_ratio`, the change's norm over the weights'. If the
+        gradient is not finite, nothing changes and the only metric is `skipped_steps`. Raises EngineError
+        after a failed backward pass.
         """
         failure, self._failure = self._failure, None
         if failure is not None:

@@ -1,4 +1,4 @@
-"""`AlignmentReport`: findings about tokens, for the current step and the whole run."""
+"""Findings about tokens, for the current step and the whole run."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class AlignmentReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AlignmentReport:
-        """Undo `as_json`. An empty mapping gives an empty report."""
+        """An empty mapping gives an empty report."""
         report = cls()
         report.whole = Counts.from_json(data)
         report.findings = list(data.get("findings", []))
