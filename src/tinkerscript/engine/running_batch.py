@@ -206,7 +206,7 @@ class RunningBatch:
             self.cut()
 
     def cut(self) -> None:
-        """End all rows at the newest token, and later ones before their first: newer weights continue them."""
+        """End all rows at the newest token, later ones before their first. Newer weights continue them."""
         self._is_cut = True
         experts = {row: self._experts(row) for row in [*self._cache.rows, *self._waiting] if row.ids}
         for row in self._drop_all():

@@ -74,8 +74,8 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
         target_tokens   q    r    s
         logprobs        0    l_r  l_s
         advantages      0    0.5  0.5
-    Raises ConversionError for anything that a Datum cannot hold, such as a temperature: Tinker's losses compare
-    with logprobs at temperature 1.
+    Raises ConversionError for anything that a Datum cannot hold, such as a temperature: Tinker's losses
+    compare with logprobs at temperature 1.
     """
     rollout, form = weighted.rollout, "a Tinker Datum"
     refuse_errors(rollout, {}, form)
