@@ -1,7 +1,7 @@
 """Authorization: the server's secret, claim keys, and tokens of the two roles.
 
 A claim's key is an HMAC of (episode, attempt) under the server's secret, so it survives a restart without
-being stored. It is never logged.
+being stored.
 """
 
 from __future__ import annotations
@@ -183,7 +183,6 @@ class Roles:
         self.require(role, authorization_of(scope))
 
     def account(self, scope: Scope) -> str:
-        """Return the client's name, or "" for a shared token."""
         return self._account_of(authorization_of(scope)) if self.accounts else ""
 
     def _account_of(self, authorization: str) -> str:
@@ -250,7 +249,6 @@ class ClaimKeys:
         return int.from_bytes(digest[:8]) % of + 1
 
     def opened_by(self, key: str) -> ClaimId | None:
-        """Return the claim, or None if this server did not issue the key."""
         claim = self._opened.get(key)
         if claim is None and (claim := verify_key(self._secret, key)) is not None:
             self._remember(key, claim)
@@ -265,7 +263,7 @@ class ClaimKeys:
         return verify_alias(self._secret, alias)
 
     def authorize(self, scope: Scope) -> None:
-        """Store the claim of the request's key in its scope, or None if clients need no token.
+        """Store the request's claim in its scope, or None if clients need no token.
 
         Raises UnauthorizedError: 401 for a key without a claim, 403 for a role's token.
         """
@@ -280,7 +278,7 @@ class ClaimKeys:
         scope[CLAIM] = claim
 
     def claim_of(self, scope: Scope, episode_uuid: str) -> ClaimId:
-        """Return an authorized request's claim. `episode_uuid` may be an alias or empty.
+        """Return the claim. `episode_uuid` may be an alias or empty.
 
         Raises UnauthorizedError 401 without a key or alias, and NotTheOwnerError if they disagree.
         """

@@ -1,6 +1,6 @@
 """The server's HTTP socket, its link, and `server.json` with both addresses.
 
-A restarted server takes its former addresses if they are free, so clients and the trainer find it again.
+A restarted server takes its former addresses if they are free, so clients find it again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ def bind_gateways(
 
 
 def listen_near(host: str, port: int) -> socket.socket:
-    """Listen at `port`, or at a free port if it is in use. Raises OSError."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -130,7 +129,6 @@ def _port_of(url: str) -> int:
 
 
 def moved_to(config: InterchangeConfig, url: str) -> str:
-    """Return a remark if the server did not get the default port, else ""."""
     is_moved = config.interchange_server_port == "auto" and _port_of(url) != DEFAULT_PORT
     return f" (port {DEFAULT_PORT} was in use)" if is_moved else ""
 
@@ -144,7 +142,6 @@ def http_url(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def remote_url(url: str, host: str) -> str:
-    """Return the URL for other machines."""
     if host not in ("0.0.0.0", "::"):
         return url
     return f"http://{socket.gethostname()}:{_port_of(url)}"

@@ -1,7 +1,7 @@
-"""Parts of every HTTP endpoint: `Caller`, direct routes, refusals, the body limit, and `SiteGuard`.
+"""Parts of every HTTP endpoint.
 
 A request gets one reply, and no status after a stream's first event. Every refusal has a reason and a status
-for the caller's retry logic. Some path prefixes use another API's form of error.
+for the caller's retry logic. One that asks for a retry says when.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class Caller:
         return self._disconnected
 
     async def is_disconnected(self) -> bool:
-        """Return whether the caller is gone. It is always true after the reply."""
         if self._disconnected is None:
             await asyncio.wait((self.disconnected(),), timeout=0)
         return self.disconnected().done()
@@ -346,7 +345,6 @@ class DirectRoutes:
 
 
 def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
-    """Return None if the handler reads the body itself."""
     model: type[BaseModel] | None = get_type_hints(handler).get("body")
     if model is None:
         return None
@@ -379,7 +377,6 @@ RefusalBody = Callable[[int, str], dict[str, Any]]  # (status, reason) -> body
 
 class Refusals:
     def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
-        """The first matching path prefix counts."""
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
@@ -430,8 +427,6 @@ def _explain(item: Mapping[str, Any]) -> str:
 
 
 class BodyLimit:
-    """ASGI middleware that refuses bodies over `max_bytes` with status 413."""
-
     def __init__(self, app: ASGIApp, max_bytes: int, refusals: Refusals) -> None:
         self._app = app
         self._max_bytes = max_bytes
@@ -476,7 +471,7 @@ def problem_with_site(scope: Scope, *, any_host: bool) -> str:
     """Return why another site's page may have caused the request, or "".
 
     Browsers send the origin, and as Host the page's name for this server. Only that name reveals DNS
-    rebinding, so `any_host` must be false unless every request needs a secret.
+    rebinding, so `any_host` requires a secret for every request.
     """
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"")
@@ -524,7 +519,6 @@ def is_loopback(host: str) -> bool:
 
 
 def problem_with_body(scope: Scope) -> str:
-    """Return why any web page could send this body, or ""."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type")
     if kind == JSON or scope["method"] in SAFE_METHODS:
@@ -539,8 +533,6 @@ def problem_with_body(scope: Scope) -> str:
 
 
 class SiteGuard:
-    """ASGI middleware against requests from other sites' pages."""
-
     def __init__(
         self,
         app: ASGIApp,

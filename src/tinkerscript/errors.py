@@ -2,15 +2,15 @@
 
     TinkerScriptError
     ├── ConfigError              a config, task path or option that cannot be used
-    ├── ClientError              what a rollout program sees
+    ├── ClientError              for rollout programs
     │   ├── ServerUnreachableError   no response from the interchange server
     │   ├── NoEpisodeError           nothing to claim within the given time
-    │   ├── RunFinishedError         nothing to claim, ever: the run is finished
-    │   │   └── RunFailedError       nothing to claim, ever: the run has failed
+    │   ├── RunFinishedError         nothing to claim, ever
+    │   │   └── RunFailedError       the run has failed
     │   ├── ClaimLostError           the claim no longer holds the episode's lease
     │   ├── ClientClosedError        the client was closed while it waited
-    │   └── RequestRefusedError      the server understood the request and refused it
-    ├── InterchangeError         what the server refuses
+    │   └── RequestRefusedError      the server refused the request
+    ├── InterchangeError         refusals by the server
     │   ├── UnknownEpisodeError      no such episode
     │   ├── UnknownWeightsError      no such weights, or no such file in them
     │   ├── NotTheOwnerError         the caller's claim does not hold the lease
@@ -18,21 +18,21 @@
     │   ├── QuotaError               the caller is at its limit and may retry later
     │   ├── UnauthorizedError        the token is missing, wrong, or lacks the role
     │   └── StoreError               the ledger cannot be read or written
-    ├── GatewayError             a model call that cannot be served (has HTTP status and code)
-    ├── LinkError                the connection between trainer and server
+    ├── GatewayError             a model call cannot be served
+    ├── LinkError                the connection between trainer and server failed
     ├── EngineError              sampling or training failed
-    │   ├── EngineRequestError       a request that the engine cannot serve
-    │   └── WireError                a refusal of the Tinker API server (has HTTP status)
+    │   ├── EngineRequestError       the request would always fail
+    │   └── WireError                a refusal by the Tinker API server
     ├── AlignmentError           training data differs from what was sampled
     ├── NoSuccessError           every episode of a batch failed
-    ├── NotRecordedError         the ledger has no such step, episode or token
+    ├── NotRecordedError         the ledger has no such data, or the query is malformed
     ├── ConversionError          another trainer's format cannot hold a rollout
     ├── IsolationError           a sandbox cannot be made, or has ended
     ├── UploadError              the run's folder could not be copied to its URL
     └── WorkerError              a worker cannot run its script or task
-        └── WrongTaskError           an episode of a task the worker does not run
+        └── WrongTaskError           the worker does not run the episode's task
 
-An `*Error` is an exception. A `Failure` (see `protocol`) is an episode's recorded failure.
+A `Failure` (see `protocol`) is an episode's recorded failure.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ClaimLostError(ClientError):
 
 
 class ClientClosedError(ClientError):
-    """Another thread or task closed the client while it waited."""
+    pass
 
 
 class RequestRefusedError(ClientError):
@@ -148,8 +148,6 @@ class ConflictError(InterchangeError):
 
 
 class QuotaError(InterchangeError):
-    """The caller is at its limit, and may retry after `retry_after_s`."""
-
     def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
@@ -168,9 +166,7 @@ class StoreError(InterchangeError):
 
 
 class GatewayError(TinkerScriptError):
-    """A model call cannot be served.
-
-    `status` is the HTTP status, for the caller's retry logic. `code` is an identifier such as
+    """`status` is the HTTP status, for the caller's retry logic. `code` is an identifier such as
     `invalid_api_key`. `param` names the offending field.
     """
 
@@ -191,7 +187,7 @@ class EngineError(TinkerScriptError):
 
 
 class EngineRequestError(EngineError):
-    """The engine cannot serve the request; a retry would fail again."""
+    pass
 
 
 class WireError(EngineError):
@@ -203,7 +199,7 @@ class WireError(EngineError):
 
 
 class AlignmentError(TinkerScriptError):
-    """Training data differs from the sample. `name` is the error's name in the alignment report, or empty."""
+    """`name` is the error's name in the alignment report, or empty."""
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
@@ -235,4 +231,4 @@ class WorkerError(TinkerScriptError):
 
 
 class WrongTaskError(WorkerError):
-    """The worker does not run this episode's task. It hands the episode back and exits."""
+    pass

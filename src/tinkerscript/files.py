@@ -1,7 +1,4 @@
-"""Write files atomically, mark databases with their run, and read untrusted YAML.
-
-Readers see a file's old or new content, even if the writer dies.
-"""
+"""Write files atomically, mark databases with their run, and read untrusted YAML."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from tinkerscript.errors import ConfigError
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace a file's content. With `durable`, it is on disk when this returns."""
+    """Replace a file's content, which readers see whole. With `durable`, it is on disk when this returns."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
@@ -77,7 +74,6 @@ def _stamp_of(run_id: str) -> int:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error or its cause reports a full disk."""
     causes = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
     return (
         (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))

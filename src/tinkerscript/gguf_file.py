@@ -1,7 +1,7 @@
 """Convert a GGUF file to a trainable folder in Hugging Face format.
 
-transformers reads the weights as float32. We build byte-level BPE tokenizers because transformers 5.5 turns
-some into CodeLlama's, which no longer decode their own ids after saving.
+We build byte-level BPE tokenizers because transformers 5.5 turns some into CodeLlama's, which no longer
+decode their own ids after saving.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
 def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> None:
     """Write weights, config and tokenizer, atomically even with several processes.
 
-    `note` announces the conversion, which takes half a minute for a small model. Raises ConfigError for an
-    unreadable file.
+    Raises ConfigError for an unreadable file.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf-") as scratch:

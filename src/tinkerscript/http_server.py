@@ -1,4 +1,4 @@
-"""uvicorn with limits on connections, for the server, gateway processes, the page and the engine.
+"""uvicorn with limits on connections.
 
 Slow or idle connections cannot keep others out. Unfinished requests and unread answers are bounded in bytes
 and time.
@@ -228,7 +228,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def _await_reader(self) -> None:
-        """Require that the client read before we continue or close."""
         if self._lost.done():
             return
         self._waiting.setdefault(self)

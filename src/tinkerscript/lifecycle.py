@@ -1,7 +1,4 @@
-"""Start and end processes: imports, file locks, the parent's death, signals, hard exits.
-
-A lock is released however its process dies. A child soon ends without its parent, even if its code hangs.
-"""
+"""Start and end processes: imports, file locks, the parent's death, signals, hard exits."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ GRACE_S = 5  # Time for open requests at shutdown. A hard exit follows after twi
 ORPHAN_GRACE_S = 3.0
 
 # New objects per collection, collections per collection of survivors, and practically no full ones. The first
-# is low because it counts created minus freed objects of any age: freed old ones hide new ones.
+# counts created minus freed objects of any age, so it is low: freed old ones hide new ones.
 COLLECTOR_THRESHOLDS = (100, 0, 1_000_000_000)
 
 
@@ -41,7 +38,7 @@ def exit_disk_full() -> NoReturn:
 
 
 def try_lock(path: Path) -> IO[str] | None:
-    """Return an open file that holds the lock, or None if another process holds it."""
+    """Return an open file with the lock, or None if another process has it. It ends with the process."""
     file = path.open("w", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +108,7 @@ def shorten_collections() -> None:
 def collect_less_often() -> None:
     """Let more new objects accumulate.
 
-    An Inspect episode keeps thousands until its end. Frequent collections would take a sixth of its time.
+    An Inspect episode keeps thousands until its end, and frequent collections would take a sixth of its time.
     """
     gc.set_threshold(5_000, 20, 20)
 

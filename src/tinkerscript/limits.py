@@ -1,8 +1,7 @@
 """The bounds on all that a key's holder may send and make others hold.
 
-The holder of a client's token or a claim's key is a stranger to the run. Anything beyond a bound is refused
-before any of it is stored, with the bound and the remedy. `docs/protocol.md` shows the table, and `make
-chaos` tests every bound.
+Such a client is a stranger to the run. Anything beyond a bound is refused before it is stored, with the bound
+and the remedy. `docs/protocol.md` shows the table, and `make chaos` tests every bound.
 """
 
 from __future__ import annotations
@@ -172,8 +171,6 @@ EPISODE_BYTES = 2**12
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """A server's totals, which may be below the table's."""
-
     calls: int = CALLS.limit  # Per claim.
     claims: int = CLAIMS.limit  # Per client.
     pool_episodes: int = POOL_EPISODES.limit

@@ -1,7 +1,7 @@
 """Logs of our processes: lines for people or JSON, with run, episode and claim.
 
-`about(...)` labels all records of a block. No text can forge a record: control characters are escaped and
-continuation lines indented. Tokens and keys are never shown.
+No text can forge a record: control characters are escaped and continuation lines indented. Tokens and keys
+are never shown.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def now_about(
 
 @contextmanager
 def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "") -> Generator[None]:
-    """Label the records of this block and everything it starts."""
     token = _about.set(_about.get())
     now_about(run=run, episode=episode, attempt=attempt, client=client)
     try:
@@ -84,7 +83,6 @@ def log_to(stream: IO[str], format: LogFormat, *, environ: Mapping[str, str] = o
 
 @contextmanager
 def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
-    """Append this block's records to a file."""
     root, level = logging.getLogger(), logging.getLogger().level
     with path.open("a", encoding="utf-8") as file, about(run=run):
         handler = log_to(file, format)
@@ -96,7 +94,6 @@ def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
 
 
 def secrets_of(environ: Mapping[str, str]) -> list[str]:
-    """Return the values of variables named like tokens, keys or passwords."""
     return [
         value
         for name, value in environ.items()
@@ -105,7 +102,6 @@ def secrets_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """Return the labels of the record, its task or its process."""
     known = {**_of_process, **_about.get(), **vars(record)}
     return {name: known[name] for name in FIELDS if name in known}
 

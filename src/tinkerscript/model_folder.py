@@ -60,10 +60,9 @@ logger = logging.getLogger(__name__)
 def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
     """Return the folder of `model`: `tiny`, a path, a URL, or a Hugging Face id.
 
-    A path names a folder or a GGUF file, which is unpacked. A URL names a run's checkpoint. An id is
-    `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`; a local folder of that name comes first. Only the needed
-    files are fetched, and the weights if `weights`. HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply.
-    `note` announces a download once per process.
+    A path names a folder or a GGUF file. A URL names a run's checkpoint. An id is `Qwen/Qwen3-8B` or
+    `Qwen/Qwen3-8B@REVISION`; a local folder of that name comes first. Only the needed files are fetched.
+    HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` announces a download once per process.
 
     Raises ConfigError if the model lacks a config or tokenizer or cannot be fetched.
     """
@@ -151,7 +150,6 @@ def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) 
 
 
 def model_name(folder: Path) -> str:
-    """Return the hub id, or the folder's name."""
     return hub_id_of(folder) or folder.name
 
 
@@ -252,7 +250,7 @@ def vocabulary_of(folder: Path) -> int:
 
 
 def stop_ids_of(folder: Path) -> frozenset[int]:
-    """Return the ids that end generation, from generation_config.json or else config.json."""
+    """Read generation_config.json, or else config.json."""
     base = base_of_adapter(folder) or folder
     declared = read_json(base / "generation_config.json").get("eos_token_id")
     if declared is None:
@@ -293,7 +291,7 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if the file is missing. Raises ConfigError for other content."""
+    """Return an empty object if the file is missing. Raises ConfigError for other content."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,7 +1,4 @@
-"""HTTP messages between clients and the interchange server, as pydantic models. No I/O.
-
-Names and meanings of the protocol's first version are kept. Times are in seconds.
-"""
+"""HTTP messages between clients and the interchange server. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -180,7 +177,7 @@ def _numbers(metrics: dict[str, object], prefix: str, depth: int) -> Iterator[tu
 
 
 def call_id_of(reply_id: str) -> str:
-    """Return the call's id in a reply's id, such as `chatcmpl-ID` or `msg_ID`."""
+    """Drop the prefix, as in `chatcmpl-ID` or `msg_ID`."""
     return _REPLY_PREFIX.sub("", reply_id)
 
 
@@ -917,7 +914,6 @@ class RefusalResponse(Message):
 
 
 def total_reward(output: WorkflowOutput) -> float | None:
-    """Return `reward` plus the rewards of calls, or None if it has neither."""
     reward = output.reward
     if reward is None and not output.call_rewards:
         return None
@@ -931,7 +927,7 @@ def own_clients(trainer_id: str) -> str:
 
 
 def bounded(name: str, value: float, bound: float = MAX_REWARD, setting: str = "") -> float:
-    """Return `value`. Raises ValueError if its magnitude exceeds `bound` (a `setting`)."""
+    """Raise ValueError if a magnitude exceeds `bound` (a `setting`)."""
     if not -bound <= value <= bound:  # NaN is refused too.
         allowed = f"a finite number from -{bound:g} to {bound:g}{setting}"
         raise ValueError(f"{name}: must be {allowed}, got {value}")

@@ -1,11 +1,11 @@
 """Mirror a run's folder at a URL.
 
 A run with `experiment_dir: s3://...` works in a local folder. At each checkpoint and at the end, a thread
-copies everything new to the URL with fsspec and deletes checkpoints that are gone here.
+copies everything new with fsspec and deletes checkpoints that are gone here. The next copy, or `--resume`,
+repeats a failed one.
 
-A checkpoint at the URL is complete once it has a `manifest.json`, written last, with sizes and digests. The
-ledger goes first, so it covers every checkpoint there. Only the two folders determine what is missing, so the
-next copy, or `--resume`, repeats a failed one.
+A checkpoint at the URL is complete once it has a `manifest.json`, with sizes and digests. The ledger goes
+first, so it covers every checkpoint there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def is_url(text: str) -> bool:
 
 
 def name_of(url: str) -> str:
-    """Return a URL's last part, which names the local folder."""
     return url.rstrip("/").rpartition("/")[2]
 
 
@@ -130,7 +129,6 @@ class RemoteFolder:
         self.write(json.dumps(manifest, indent=2).encode(), f"{name}/{MANIFEST}")
 
     def get_checkpoint(self, name: str, target: Path) -> None:
-        """Raise ConfigError if the checkpoint is incomplete."""
         where = f"{self.url}/{name}".rstrip("/")
         manifest = self.manifest(name)
         if not manifest:

@@ -38,8 +38,6 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Lengths are in tokens."""
-
     prompt: bytes  # int32
     images: list[PlacedImage] = []
     max_tokens: int
@@ -72,8 +70,6 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """R sampled tokens."""
-
     sampled: bytes = b""  # int32 [R], including the stop token
     logprobs: bytes = b""  # float32 [R]
     top_ids: bytes = b""
@@ -82,7 +78,6 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: bytes = b""  # float32 [R, request.top_logprobs]
 
     def span(self, start: int, end: int | None = None) -> dict[str, bytes]:
-        """Return the fields of tokens [start, end) for another struct."""
         top = len(self.top_ids) // (len(self.sampled) or 1)
         one = slice(4 * start, None if end is None else 4 * end)
         each = slice(4 * top * start, None if end is None else 4 * top * end)

@@ -107,8 +107,6 @@ class MemoryClaimBook(ClaimBook):
 
 
 class QuietReporter(ProgressReporter):
-    """Prints nothing and keeps what it receives."""
-
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.waits: list[str] = []

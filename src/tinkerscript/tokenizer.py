@@ -4,9 +4,8 @@ It needs only `tokenizers`, which keeps torch out of the gateway, and adds no BO
 
 Renderers pass message text and their own markup to one `encode`, which would turn `<|im_end|>` in a message
 into the token that ends a turn. So `SpecialTokenEscaper` marks special tokens in messages with U+FDD0, and
-`encode` treats marked ones as ordinary text. No message, tool or argument can produce a special token, and
-none of its characters changes. Other tokens (Qwen3's `<think>`, `<tool_call>`, `<tool_response>`) end no turn
-and are encoded as usual.
+`encode` treats them as ordinary text. No characters of messages change. Other tokens (Qwen3's `<think>`,
+`<tool_call>`, `<tool_response>`) end no turn and are encoded as usual.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class SpecialTokenEscaper:
         self._splits = re.compile("|".join(patterns) or r"(?!)")
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Mark special tokens in texts. Returns the same list if there are none."""
         return self.marked([self._unescaped(message) for message in messages], messages)
 
     def marked(self, value: T, original: T) -> T:
@@ -172,7 +170,6 @@ class LightTokenizer:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """Encodes special tokens as ordinary text."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain
@@ -220,7 +217,7 @@ class LightTokenizer:
         return vocabulary_fingerprint(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """Return a token's bytes, perhaps part of a UTF-8 character, or None if unknown."""
+        """Return a token's bytes, perhaps part of a UTF-8 character."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None or not self._byte_of_char:
             return None

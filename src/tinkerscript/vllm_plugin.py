@@ -1,11 +1,9 @@
 """Finds the weights that the trainer names, inside a vLLM replica, and checks their digest.
 
-Install it next to vLLM (`pip install tinkerscript`), which loads it by the entry point in
-`vllm.general_plugins`. TINKERSCRIPT_ADAPTERS names a folder or URL (with the bearer token
-TINKERSCRIPT_ADAPTERS_TOKEN) with a folder per version; without it, the plugin is inactive. Adapters load on
-request, full weights by vLLM's weight transfer (`--weight-transfer-config '{"backend": "tinkerscript"}'`).
-
-vLLM loads the very bytes that were hashed: files are read once.
+vLLM loads it by the entry point in `vllm.general_plugins`. TINKERSCRIPT_ADAPTERS names a folder or URL (with
+the bearer token TINKERSCRIPT_ADAPTERS_TOKEN) with a folder per version; without it, the plugin is inactive.
+Adapters load on request, full weights by `--weight-transfer-config '{"backend": "tinkerscript"}'`. vLLM loads
+the very bytes that were hashed: files are read once.
 """
 
 from __future__ import annotations
@@ -64,8 +62,6 @@ def _short(content: bytes) -> str:
 
 
 class WeightSource:
-    """Gets weights from a folder or URL. Adapters are copied to a temporary folder."""
-
     def __init__(self, place: str, token: str = "") -> None:
         self._place = place
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -165,8 +161,6 @@ def _register_transfer(source: WeightSource) -> None:
         name: str
 
     class Transfer(weight_transfer.WeightTransferEngine):  # pyright: ignore[reportUntypedBaseClass]
-        """Loads weights by name. Each process of a replica takes its part."""
-
         init_info_cls = Named
         update_info_cls = Named
 

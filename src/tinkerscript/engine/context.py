@@ -1,10 +1,8 @@
 """`EngineContext`: what all clients of one engine share. `EngineThread`: the one thread that owns torch.
 
-Jobs run in order, long ones in slices. After each slice, sampling gets the thread for as long, so neither
-side starves.
-
-Invariants: every future resolves, with the error if a job fails. Within `max_context` the decoder equals the
-model: it ends where a rotary embedding would change with the length.
+Jobs run in order, long ones in slices. After each slice, sampling gets the thread for as long. Every future
+resolves, with the error if a job fails. `max_context` ends where a rotary embedding would change with the
+length, so the decoder equals the model.
 """
 
 from __future__ import annotations
@@ -91,7 +89,6 @@ def open_context(
     images: ImageReader,
     thread: EngineThread | None = None,
 ) -> EngineContext:
-    """Raises EngineError if the config lacks a context length."""
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = text_config_of(model).vocab_size
     eos_ids = eos_ids_of(model)
@@ -121,7 +118,6 @@ def exact_context(config: PreTrainedConfig) -> int:
 
 
 def short_context(config: PreTrainedConfig) -> str | None:
-    """Explain why `exact_context` is below half of the model's own limit."""
     (own, _), *_ = limits = _limits(config)
     held, reason = min(limits)
     if 2 * held >= own:
@@ -198,8 +194,6 @@ Sampling = tuple[RunningBatch, Request | None]
 
 
 class EngineThread:
-    """Runs jobs in order, and steps every busy `RunningBatch`."""
-
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Job | Sampling | None] = queue.SimpleQueue()
         self._jobs: deque[Job] = deque()

@@ -1,8 +1,5 @@
 """`Decoder`: a frozen copy of the weights that prefills prompts and decodes one token per row and step.
 
-`FusedDecoder` is for the Llama family (Llama, Mistral, Qwen2, Qwen3); `HubDecoder` runs any other Hugging
-Face causal model. Both decode over a `KVCache`.
-
 Invariant: a decoder gives the model's own logits. `decoder_for` proves this on random tokens before use.
 """
 
@@ -64,14 +61,13 @@ FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueErro
 
 @dataclass(frozen=True, slots=True)
 class AdapterTensors:
-    """A frozen LoRA adapter: W x becomes W x + scale B A x."""
+    """W x becomes W x + scale B A x."""
 
     scale: float
     modules: Mapping[str, tuple[Tensor, Tensor]]
     """Path of a linear module -> A (rank, in) and B (out, rank), float32."""
 
     slot: str = ""
-    """The adapter's name in the module tree."""
 
 
 class Decoder(ABC):
@@ -121,7 +117,8 @@ class Decoder(ABC):
 
 
 class FusedDecoder(Decoder):
-    """Llama-family decoder with fused projections: about a fifth of the module tree's operations.
+    """Llama-family decoder with fused projections (Llama, Mistral, Qwen2, Qwen3): about a fifth of the module
+    tree's operations.
 
     Weights are (in, out), inputs (N, in).
     """
@@ -539,7 +536,6 @@ class HubDecoder(Decoder):
         return nullcontext([]) if self.routing is None else self.routing.recorded(self._model)
 
     def _attended(self, layers: Sequence[LayerT]) -> Sequence[LayerT]:
-        """Drop the experts' layer."""
         return layers if self.routing is None else layers[:-1]
 
     def _prefill_by_steps(self, ids: Tensor, past: RowState, begin: int) -> tuple[Tensor, list[RowState]]:
@@ -626,7 +622,6 @@ def _state_of(layer: Any, row: int, end: int, window: int | None) -> LayerState:
 
 
 def _choices(ids: Tensor) -> LayerState:
-    """Store chosen experts (L, P, k) as a layer's keys."""
     return LayerState(ids, ids.new_empty(0, ids.shape[1], 0))
 
 
@@ -722,7 +717,7 @@ class _SlotCache(Cache):
 
 
 def backbone_output(model: PreTrainedModel, **inputs: Any) -> Any:
-    """Return the head's input: `last_hidden_state` (B, N, C) and more."""
+    """Return the head's input, `last_hidden_state` (B, N, C), and more."""
     return _backbone(model)(**inputs)
 
 

@@ -1,10 +1,8 @@
 """Training on several devices: one process (rank) each, and all take the same optimizer steps.
 
-Rank 0 has the engine. It samples, reads and writes files, and sends data to the others, which `follow`.
-
-Invariants: all ranks call the same `RankTrainer` methods in order, with equal numbers of microbatches, so
-that collective operations match. A follower waits on its connection, because a collective operation would
-time out. The end of one rank ends all.
+Rank 0 samples, reads and writes files, and sends data to the others, which `follow`. All ranks call the same
+`RankTrainer` methods in order, with equal numbers of microbatches, so that collective operations match. A
+follower waits on its connection, because a collective operation would time out. The end of one rank ends all.
 """
 
 from __future__ import annotations
@@ -66,7 +64,6 @@ class Portion:
 
 
 def balanced(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenTree]]:
-    """Give each row, largest first, to the rank with the fewest tokens."""
     shares: list[list[TokenTree]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for tree in sorted(trees, key=lambda tree: (-tree.size, tree.paths[0][0])):
@@ -158,7 +155,6 @@ class ShardedWeights(Weights):
         self._gathered().write(folder, dtype)
 
     def read(self, folder: Path) -> None:
-        """`LeadingTrainer.load` distributes these full weights."""
         assert self._whole is not None
         self._whole.read(folder)
 
@@ -357,7 +353,7 @@ class LeadingTrainer(RankTrainer):
 
 
 def load_weights(spec: RankSpec) -> Weights:
-    """`fully_shard` moves sharded weights to the device later."""
+    """Sharded weights move to the device later (`fully_shard`)."""
     device = "cpu" if spec.sharding == "shard" else spec.own_device
     model = load_model(spec.folder, device=device, dtype=spec.dtype)
     own = own_logits(model)

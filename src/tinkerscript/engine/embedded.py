@@ -1,8 +1,4 @@
-"""`EmbeddedEngine`: samples and trains one base model, and copies of it, on one thread of this process.
-
-Invariant: a sampling client has its own copy of the weights, so it samples from one policy version while
-training continues.
-"""
+"""`EmbeddedEngine`: samples and trains one base model, and copies of it, on one thread of this process."""
 
 from __future__ import annotations
 
@@ -61,8 +57,8 @@ class EmbeddedEngine:
             response = sampling.sample(prompt, 4, tinker.SamplingParams(max_tokens=64)).result()
 
     `data` is a list of `tinker.Datum`: `model_input` ids [T], and `loss_fn_inputs` such as `target_tokens`
-    int64 [T], `logprobs` and `advantages` float32 [T]. Each of `response.sequences` has `tokens` and
-    `logprobs`.
+    int64 [T], `logprobs` and `advantages` float32 [T]. A sampling client has its own copy of the weights, so
+    it samples from one policy version.
     """
 
     def __init__(
@@ -100,10 +96,10 @@ class EmbeddedEngine:
             notes: Text files, by name, that `save_state` adds to a checkpoint.
             lora: Train an adapter over the model, which is frozen in `dtype`. None: train all weights.
             activation_checkpointing: Recompute activations in the backward pass instead of storing them.
-            devices: Number of devices (GPUs with `cuda`) to train on, with one process each.
+            devices: Number of devices to train on, with one process each.
             sharding: `replicate`: every device has all weights. `shard`: each has a part, and the first one
                 also has all weights, to sample.
-            routing_replay: Record a mixture's choices of experts while sampling, and replay them in training.
+            routing_replay: Replay a mixture's sampled choices of experts in training.
             log_dir: Where the other devices' processes log.
         """
         torch.set_num_threads(threads)
@@ -244,7 +240,6 @@ class EmbeddedEngine:
         self.close()
 
     def close(self) -> None:
-        """Fail unfinished requests, and end the thread and other processes."""
         self.context.thread.close()
         if self._ranks is not None:
             self._ranks.close()

@@ -1,9 +1,7 @@
 """`Grammars`: which tokens a grammar allows next, computed by llguidance.
 
-Invariant: added tokens (such as `<tool_call>` or ends of turns) match only by id, never as text, so a
-constrained string cannot smuggle one in.
-
-The dialect is llguidance's Lark: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+Added tokens (such as `<tool_call>` or ends of turns) match only by id, so a constrained string cannot smuggle
+one in. The dialect is llguidance's Lark: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class GrammarError(EngineError):
 
 
 class Matcher:
-    """One sequence's state. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher

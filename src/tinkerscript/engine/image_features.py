@@ -1,8 +1,8 @@
 """Images as token ids: every position of an image gets an id below zero that no other position has.
 
-All images have the same placeholder in a prompt. With unique ids, the prefix cache and the packing of
-training rows tell them apart. The embedding layer looks these ids up in the features from the model's vision
-tower and projector. Both are frozen, so sampler and trainer share the features.
+In a prompt, all images have the same placeholder. Unique ids let the prefix cache and the packing of training
+rows tell them apart. The embedding layer looks them up in the features from the frozen vision tower and
+projector, which sampler and trainer share.
 """
 
 from __future__ import annotations
@@ -147,7 +147,6 @@ def takes_images(model: PreTrainedModel) -> bool:
 
 
 def embed_images(model: PreTrainedModel) -> None:
-    """Make the model's embedding layer look up the ids of images in their features."""
     embeddings: Any = model.get_input_embeddings()
     embeddings.forward = partial(_embedded, embeddings.forward)
 

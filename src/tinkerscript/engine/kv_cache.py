@@ -1,12 +1,10 @@
 """`KVCache`: what a model's layers keep of the rows being decoded, within a `CacheBudget`.
 
 An attention layer keeps keys and values; with a window, the last ones in a ring, position p in place p modulo
-the window. A recurrent layer keeps one state, after a row's newest token.
+the window. A recurrent layer keeps one state. Rows of similar length share dense storage (`RowGroup`), so a
+step reads views instead of copying the cache.
 
-Rows of similar length share dense storage (`RowGroup`), so a step reads views. Gathering blocks would copy
-the whole cache at every token.
-
-Invariants: the live rows of a group are [0, n). Running out of memory loses nothing.
+The live rows of a group are [0, n). Running out of memory loses nothing.
 """
 
 from __future__ import annotations
@@ -101,7 +99,7 @@ class Evicts(Protocol):
 
 
 class CacheBudget:
-    """Bytes that an engine's caches may hold together. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(self, total: float = math.inf) -> None:
         self.total = total
@@ -122,8 +120,6 @@ class CacheBudget:
 
 @dataclass(slots=True)
 class LayerCache:
-    """Storage of one layer, for at least the group's rows and positions."""
-
     keys: Tensor
     """(rows, heads, positions, width); empty without attention."""
 
@@ -261,7 +257,6 @@ class KVCache(Generic[Row]):
     """Rows of all lengths, in groups. Only the owner knows what a row is."""
 
     def __init__(self, budget: CacheBudget | None = None, spread: float = 2) -> None:
-        """Rows share storage unless lengths differ by more than `spread`."""
         self._spread = spread
         self.groups: list[RowGroup[Row]] = []
         self._budget = budget or CacheBudget()
@@ -285,7 +280,6 @@ class KVCache(Generic[Row]):
         return sum(group.bytes for group in self.groups)
 
     def row_bytes(self, length: int) -> int:
-        """Return 0 before the first row."""
         return sum(layer.row_bytes(length) for layer in self._layers)
 
     def clear(self) -> None:
@@ -322,7 +316,6 @@ class KVCache(Generic[Row]):
         return RowGroup(limit, [replace(layer, states=list(layer.states)) for layer in self._layers])
 
     def _joining(self, lengths: Sequence[int]) -> list[tuple[RowGroup[Row], int, int]]:
-        """Return groups that the rows join, with the new number of rows and the new length."""
         joining: dict[int, list[int]] = {}
         for length in lengths:
             joining.setdefault(group_limit(length + 1, self._spread), []).append(length + 1)

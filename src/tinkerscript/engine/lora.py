@@ -1,9 +1,8 @@
 """LoRA: one frozen base model, and adapters over it, each the weights of one run.
 
 PEFT's module tree trains, and checkpoints have its files and names. An adapter is float32, and adds `alpha /
-rank` times B A x to a product.
-
-Invariant: a run's adapter is activated in the tree before anything is computed. Decoders copy A and B.
+rank` times B A x to a product. A run's adapter is activated in the tree before anything is computed. Decoders
+copy A and B.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _MLP = ("mlp", "ffn", "feed_forward")
 
 
 class LoraBase:
-    """A frozen model and its adapters. Not thread-safe: the engine's thread owns it."""
+    """Not thread-safe: the engine's thread owns it."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, kind: Callable[..., Decoder]) -> None:
         self.model = model.requires_grad_(False)
@@ -160,7 +159,6 @@ class LoraBase:
         return {name: (a.to(self.model.device), b.to(self.model.device)) for name, (a, b) in modules.items()}
 
     def _shapes(self, settings: LoraSettings) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        """Module path -> shapes of A and B."""
         rank = settings.rank
         shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
         for name in target_modules(self.model, settings.targets):
@@ -261,7 +259,6 @@ class Adapter(Weights):
                 b.mul_(CANARY_SHARE * weight.float().norm() / norm)
 
     def _target_modules(self) -> list[str]:
-        """Last names of the modules if unambiguous, else full paths."""
         short = sorted({path.rpartition(".")[2] for path in self._linear})
         return short if set(target_modules(self.model, short)) == set(self._linear) else sorted(self._linear)
 

@@ -107,8 +107,6 @@ this (also DeepSeek-V3.2).
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
-    """(logprobs, inputs) -> losses, with settings."""
-
     name: str
     tokens: TokenLosses
     settings: Mapping[str, float]
@@ -299,7 +297,7 @@ def _with_terms(
 
 def divergence_of_candidates(policy: Tensor, teacher: Tensor) -> Tensor:
     """KL(policy, teacher) in nats (T,), from logprobs (T, K) of the same tokens, with the remainders as one
-    more token. It bounds the whole distributions' divergence from below.
+    more. It bounds the whole divergence from below.
     """
     rests = [(1 - each.exp().sum(-1, keepdim=True)).clamp(min=TINY).log() for each in (policy, teacher)]
     p, t = (torch.cat([each, rest], -1) for each, rest in zip((policy, teacher), rests, strict=True))

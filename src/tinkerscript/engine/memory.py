@@ -47,7 +47,6 @@ class Memory:
 
     @property
     def checkpoint(self) -> int:
-        """Bytes on disk."""
         return self.gradients + self.moments
 
     @property
@@ -114,7 +113,6 @@ def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workl
 
 
 def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
-    """Number of parameters, and whether some are the head's."""
     # It imports PEFT, which takes half a second.
     from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
 

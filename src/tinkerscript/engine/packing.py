@@ -1,10 +1,8 @@
 """Training rows: sequences with a common prefix share a row that computes every distinct prefix once.
 
 A row is a token tree: each token attends to itself and its ancestors, with its depth as position. Short rows
-attend through a mask, long ones segment by segment.
-
-Invariant: a token sees the same as in a separate row. `shares_prefixes` and `attend_in_segments` prove this
-for a model first.
+attend through a mask, long ones segment by segment. `shares_prefixes` and `attend_in_segments` prove the
+logprobs for a model first.
 
 Shapes: B rows of at most N tokens. S positions, one sequence after another.
 """
@@ -123,11 +121,10 @@ def token_trees(
 ) -> list[TokenTree]:
     """Arrange `sequences` [T_i] in rows of at most `budget` tokens, or their longest sequence.
 
-    `experts`: uint8 [T_i, bytes] each. Tokens with other experts are not shared.
-
     Rows with branches may take twice their longest sequence, but without `segments` at most
     `MAX_BRANCHING_TOKENS`. A sequence joins the tree before it, in the order of ids, if that is cheaper: a
     masked tree computes all pairs of tokens, at `pair_cost` relative to a token's other operations.
+    `experts`: uint8 [T_i, bytes] each; tokens with other experts are not shared.
     """
     trees: list[TokenTree] = []
     before: Bytes | None = None
@@ -234,7 +231,6 @@ class Packed:
 
 
 def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool = False) -> Packed:
-    """`segments`: replace the mask in rows over `MASKED_TOKENS`."""
     device = model.device
     width = max(tree.size for tree in trees)
     ids = np.zeros((len(trees), width), np.int64)
@@ -396,8 +392,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) ->
 def pair_cost(model: PreTrainedModel) -> float:
     """Cost of one token's attention to another, relative to one token's matrix products.
 
-    Two operations per parameter against four per layer and channel, at about three quarters of the rate
-    (measured on a CPU, docs/benchmarks.md).
+    Two operations per parameter against four per layer and channel, at three quarters of the rate
+    (docs/benchmarks.md).
     """
     config = text_config_of(model)
     pair = 4 * config.num_hidden_layers * config.hidden_size / 0.75

@@ -1,11 +1,10 @@
 """`PrefixStore`: states of computed texts, for later requests with the same prefix.
 
-The texts are a tree of ids with their keys and values. A request continues from the longest stored prefix, to
-the id. Layers with a window or a state keep only what follows the last token, so with them only whole stored
-texts are continued.
+A store has one version of the weights and one adapter. A request continues from the longest stored prefix, to
+the id. With layers that have a window or a state, which keep only what follows the last token, only whole
+stored texts are continued.
 
-Invariants: a store has one version of the weights and one adapter. A node was used no later than its parent,
-so the least recently used one is a leaf.
+A node was used no later than its parent, so the least recently used one is a leaf.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ class PrefixStore:
         return self._usable(ids)[1]
 
     def longest(self, ids: Ids) -> tuple[int, RowState | None]:
-        """Return the length and state of the prefix to continue from, or (0, None)."""
         path, length = self._usable(ids)
         if not path:
             return 0, None
@@ -143,7 +141,6 @@ class PrefixStore:
         return path, sum(len(node.ids) for node in path)
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Split a node after `at` ids. Returns the first part."""
         assert node.parent is not None
         upper = _Node(node.ids[:at], _without_ends(cut(node.state, 0, at)), node.parent, is_end=False)
         node.ids, node.state, node.parent = node.ids[at:], cut(node.state, at), upper

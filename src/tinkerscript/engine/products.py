@@ -80,7 +80,6 @@ class _Product(torch.autograd.Function):
 
 
 def speed_up(model: nn.Module) -> None:
-    """Replace a model's linear layers by `Linear`, where that is faster."""
     if mkl_is_slow():
         for module in model.modules():
             if type(module) is nn.Linear:

@@ -1,9 +1,8 @@
 """`Ranks`: rank 0's connections to the other ranks of an engine on several devices, and their processes.
 
 Rank 0 starts them unless a launcher such as torchrun did. They connect through a Unix socket in a private
-folder, or after a launcher through TCP, with a secret from torch's store.
-
-Invariant: if one rank ends, all end within seconds.
+folder, or after a launcher through TCP, with a secret from torch's store. If one rank ends, all end within
+seconds.
 """
 
 from __future__ import annotations
@@ -143,7 +142,6 @@ class Ranks:
             self.spec.join(self._store, 0, self.size)
 
     def tell(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Call a method on all followers. Raises EngineError."""
         self._raise_failure()
         for rank, each in enumerate(arguments, start=1):
             self._connections[rank].send((method, each))

@@ -18,10 +18,9 @@ from tinkerscript.errors import EngineError
 
 
 def routing_of(model: PreTrainedModel, own: OwnLogits | None = None) -> Routing:
-    """Return how the routers of `model` choose.
+    """Return how the routers choose, if a replay gives the same logits and other choices give others.
 
-    A replay is proved to give the same logits, and other choices to give others. Raises EngineError for a
-    model without experts, or another way of choosing.
+    Raises EngineError for a model without experts, or another way of choosing.
     """
     kind = model.config.model_type
     if not (experts := experts_of(model.config)):
@@ -51,7 +50,6 @@ def routing_of(model: PreTrainedModel, own: OwnLogits | None = None) -> Routing:
 
 @torch.no_grad()
 def _replayed_gaps(routing: Routing, model: PreTrainedModel, own: OwnLogits) -> tuple[float, float]:
-    """Differences of the logits in nats, with the recorded choices and with others."""
     with routing.recorded(model) as choices:
         logits: Tensor = model(input_ids=own.ids, use_cache=False).logits
     ids = torch.stack(choices, 1)

@@ -1,14 +1,12 @@
 """`Routing`: the experts that a mixture's routers choose, recorded while sampling and replayed in training.
 
-A router with two nearly equal logits may choose other experts because of the trainer's rounding, which
-changes a logprob far more than rounding does. Rollout routing replay (R3, Ma et al. 2025, arXiv:2510.11370)
-gives the trainer the sampler's choices. The gates are still computed from the trainer's router logits, so
-gradients reach the router.
+If two router logits are nearly equal, the trainer's rounding may choose other experts, which changes a
+logprob far more than rounding does. Rollout routing replay (R3, Ma et al. 2025, arXiv:2510.11370) gives the
+trainer the sampler's choices. The gates still come from the trainer's router logits, so gradients reach the
+router.
 
-Every family selects with `topk` over one score per expert, so we intercept that call in the modules that make
-it (`routers.routing_of`), and need no code for each family.
-
-Invariant: outside of `recorded` and `replayed` a model is unchanged.
+Every family selects with `topk` over one score per expert, so intercepting that call needs no code for each
+family (`routers.routing_of`).
 
 Shapes: N tokens, L layers with a router, k experts of E for each token.
 """
@@ -140,7 +138,6 @@ def redirected(module: nn.Module, forward: Callable[..., Any]) -> Generator[None
 
 
 def most_token_bytes(config: PreTrainedConfig) -> int:
-    """Bound the bytes without the model: as if all layers had a router."""
     text: Any = config.get_text_config()
     itemsize = 1 if experts_of(config) < 256 else 2
     return text.num_hidden_layers * getattr(text, "num_experts_per_tok", 0) * itemsize

@@ -1,11 +1,8 @@
 """`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
-Requests join between two steps, and rows leave as they finish. Only new parts of prompts are prefilled
-(`PrefixStore`), long ones in chunks between steps. If running rows outgrow the `CacheBudget`, the newest wait
-again.
-
-Invariants: rows are in their cache's order. An error in one row fails only its request, and does not change
-the others' ids and log probabilities.
+Only new parts of prompts are prefilled (`PrefixStore`), long ones in chunks between steps. If running rows
+outgrow the `CacheBudget`, the newest wait again. Rows are in their cache's order. An error in one row fails
+only its request, and does not change the others' ids and log probabilities.
 """
 
 from __future__ import annotations
@@ -255,7 +252,6 @@ class RunningBatch:
         self._take(rows, logits, self._row_settings())
 
     def _make_room(self) -> None:
-        """Without room for every row's next token, the newest rows wait."""
         while not self._cache.grow():
             newest = max(self._cache.rows, key=lambda row: row.admitted)
             self._remove([newest])
@@ -267,7 +263,6 @@ class RunningBatch:
         self._remove([row for row in self._cache.rows if row.request.future.done()])
 
     def _admit(self) -> None:
-        """If others run, their next tokens wait for one prefill only."""
         others = bool(self._cache.rows)
         while rows := self._admissible():
             ready = self._prefilled(list(dict.fromkeys(row.sequence for row in rows)))
@@ -357,7 +352,6 @@ class RunningBatch:
         return {sequence: self._kept(sequence, logits[0], state)}
 
     def _prefill_each(self, sequences: list[Ids], shared: int = 0) -> dict[Ids, Prefilled | Exception]:
-        """If prefilling together fails, prefill one by one to find the faulty sequences."""
         try:
             past = self._prefix(sequences[0][:shared]) if shared else None
             logits, states = self._prefill([each[shared:] for each in sequences], past, shared)
@@ -371,7 +365,6 @@ class RunningBatch:
         }
 
     def _prefix(self, ids: Ids) -> RowState:
-        """The state after a prefix that several sequences share, which is kept."""
         if found := self._prefixes.complete(ids):
             return found.state
         known, past = self._prefixes.longest(ids[:-1])

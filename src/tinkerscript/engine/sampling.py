@@ -1,7 +1,7 @@
 """`choose` samples one token per row from logits; `score_prompt` scores given tokens.
 
-Sampling inverts the cumulative distribution, with one uniform number per token from the row's own generator.
-So a seeded request does not depend on the rest of the batch, except for rounding.
+Each token takes one uniform number from the row's own generator, to invert the cumulative distribution. So a
+seeded request does not depend on the rest of the batch, except for rounding.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
 
 
 def _constraints(allowed: Tensor, logprobs: Tensor) -> Tensor:
-    """Each grammar's effect: allowed (n, V), logprobs (n, V) -> (n,)."""
     cut = (logprobs.exp() * ~allowed).sum(-1) > 0
     return torch.where(allowed.sum(-1) == 1, FORCED, torch.where(cut, CUT, FREE))
 

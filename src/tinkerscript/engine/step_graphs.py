@@ -1,8 +1,7 @@
 """`StepGraphs`: a decoder's steps as CUDA graphs.
 
-Launching a step's kernels one by one takes much longer than running them. A graph launches all at once, but
-with fixed addresses and shapes. So it computes the cache's whole storage, and is captured again when that
-changes.
+A graph launches all of a step's kernels at once, which saves most of the time, but with fixed addresses and
+shapes. So it computes the cache's whole storage, and is captured again when that changes.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ class StepGraphs:
 
 
 def _live(groups: Groups) -> list[tuple[int, int]]:
-    """Ranges of each group's rows among all places."""
     begins = [0, *accumulate(group.room_for_rows for group in groups)]
     return [(begin, begin + len(group.rows)) for begin, group in zip(begins, groups, strict=False)]
 

@@ -1,8 +1,7 @@
 """`Trainer`: a trainable model with its gradients and optimizer. `EmbeddedTrainingClient`: Tinker's
 TrainingClient.
 
-Calls take effect on the engine's thread, in order. Losses are sums over tokens, so gradients do not depend on
-packing.
+Losses are sums over tokens, so gradients do not depend on packing.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Example:
 
 
 class Weights(ABC):
-    """The weights of one run: a whole model's, or a LoRA adapter's over a shared base."""
+    """Either a whole model's weights, or a LoRA adapter's over a shared base."""
 
     model: PreTrainedModel
     parameters: list[Parameter]
@@ -119,7 +118,7 @@ class AllWeights(Weights):
         self._make_decoder = make_decoder
 
     def activate(self) -> None:
-        """No other weights exist."""
+        pass
 
     def decoder(self) -> Decoder:
         return self._make_decoder(self.model)
@@ -454,7 +453,6 @@ class Trainer:
         return total
 
     def _local(self, tensor: Tensor) -> Tensor:
-        """This process's part of a sharded tensor."""
         return tensor
 
     def _clipped_norm(self, limit: float) -> float:
@@ -533,7 +531,6 @@ class EmbeddedTrainingClient:
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
-        """`forward_backward` without gradients."""
         return self._run(data, loss_fn, loss_fn_config, backward=False)
 
     def forward_backward(
@@ -546,8 +543,8 @@ class EmbeddedTrainingClient:
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
         """Accumulate the gradients of the loss, a sum over the tokens of `data`.
 
-        Returns per datum the targets' `logprobs` float32 [T], with `entropies` also these, and the metric
-        `loss:sum`. Raises EngineRequestError, with nothing changed, for unusable data or losses.
+        Returns like `Trainer.slices`. Raises EngineRequestError, with nothing changed, for unusable data or
+        losses.
         """
         return self._run(data, loss_fn, loss_fn_config, backward=True, entropies=entropies)
 

@@ -1,7 +1,5 @@
 """From recorded calls to training data: `Call` -> `merge_calls` -> `Rollout` -> `RolloutGroup` ->
 `WeightedRollout`.
-
-Needs only numpy and msgspec.
 """
 
 from tinkerscript.rollouts.advantages import (

@@ -1,8 +1,8 @@
 """From rewards to advantages, and to padded batches.
 
-Invariants: if a group's rewards are equal, all advantages are exactly 0, unless the rule spans groups or
-tokens have their own rewards (`Rollout.rewards`). Nothing is truncated or shifted: position t of a row is
-token t of its sequence, and padding and tokens without loss have mask 0 and weight 0.
+If a group's rewards are equal, all advantages are exactly 0, unless the rule spans groups or tokens have
+their own rewards (`Rollout.rewards`). Nothing is truncated or shifted: position t of a row is token t of its
+sequence, and padding and tokens without loss have mask 0 and weight 0.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Moments(msgspec.Struct, frozen=True):
 
     @property
     def deviation(self) -> float:
-        """The sample standard deviation; 1 if all rewards are equal."""
         return math.sqrt(self.squares / (self.count - 1)) if self.squares > 0 else 1.0
 
 
@@ -260,12 +259,10 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """[G]"""
         return [episode.reward for episode in self.episodes]
 
     @property
     def rewards_differ(self) -> bool:
-        """Whether rewards, or scores that replace them, differ."""
         if any(episode.scores != self.episodes[0].scores for episode in self.episodes):
             return True
         return max(self.rewards) > min(self.rewards)

@@ -36,8 +36,6 @@ temperature.
 
 
 class TokenConstraint(IntEnum):
-    """How a grammar limited a sampled token."""
-
     NONE = 0
     """Every token with a probability above 0 was allowed."""
 
@@ -68,7 +66,6 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
 
 
 def unpack_ids(data: bytes) -> IntArray:
-    """View little-endian int32 bytes as ids [N] (read-only)."""
     return np.frombuffer(data, dtype="<i4")
 
 
@@ -77,7 +74,6 @@ def pack_logprobs(logprobs: Sequence[float] | FloatArray) -> bytes:
 
 
 def unpack_logprobs(data: bytes) -> FloatArray:
-    """View little-endian float32 bytes as logprobs [N] (read-only)."""
     return np.frombuffer(data, dtype="<f4")
 
 
@@ -232,7 +228,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the call's role never trains."""
         return bool(self.role) and self.policy_version == FOREIGN_POLICY
 
     @property

@@ -1,7 +1,7 @@
 """`Credit`: each model call's share of an episode's reward, and its baseline.
 
-Calls 1, ..., T have rewards (`EpisodeRollouts.call_rewards`); the last also has the rest of the episode's.
-The return of call t is r_t + g r_(t+1) + g^2 r_(t+2) + ... with the discount g.
+Calls 1, ..., T have rewards (`EpisodeRollouts.call_rewards`). The return of call t is r_t + g r_(t+1) + g^2
+r_(t+2) + ... with the discount g.
 
 Invariant: without rewards of calls and with discount 1, `turn` equals `RolloutGroup.weighted` bit for bit.
 """

@@ -1,9 +1,8 @@
 """`merge_calls`: calls -> training sequences, by exact token prefix.
 
 A call extends the open sequence that is a full prefix of its prompt, or else opens a new one, which records
-where it forks. So every sampled token is in exactly one sequence, after its own prefix. Sequences are found
-by (length, last ids) and one comparison. A call costs its new tokens, because no prompt in its parent's
-sequence is copied.
+where it forks. Sequences are found by (length, last ids) and one comparison. A call costs only its new
+tokens.
 """
 
 from __future__ import annotations
@@ -112,7 +111,6 @@ class _OpenSequences:
         self._newest: deque[_Sequence] = deque(maxlen=FORK_CANDIDATES)
 
     def find(self, prompt: _Stream) -> _Sequence | None:
-        """Remove and return the longest sequence that is a prefix of `prompt`."""
         slice_of, index = prompt.slice, self._index
         for length in self._lengths_up_to(prompt.size):
             key = (length, slice_of(length - TAIL_BYTES if length > TAIL_BYTES else 0, length))

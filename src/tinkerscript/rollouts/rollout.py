@@ -1,6 +1,6 @@
 """Training sequences, which `merge_calls` makes from an episode's calls.
 
-A sequence has T tokens: P of its first prompt, then R = T - P. Position t of every array is about token t.
+A sequence has T tokens: P of its first prompt, then R = T - P.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One training sequence of T tokens: prompts and replies as the model saw them."""
+    """One training sequence of T tokens, as the model saw them. Position t of any array is about token t."""
 
     episode_uuid: str
     tokens: IntArray

@@ -1,8 +1,8 @@
 """Rollouts in the formats of other trainers: Tinker, verl and TRL.
 
 If a format cannot hold something that a rollout has (`TRAITS`), its converter raises ConversionError with the
-trait's name, unless the caller accepts the loss (`allow`). A sequence that fails the alignment check is never
-converted.
+trait's name, unless the caller accepts the loss (`allow`). A sequence
+that fails the alignment check is never converted.
 """
 
 from __future__ import annotations
@@ -285,7 +285,6 @@ def refuse_episode_errors(episode: EpisodeRollouts, form: str) -> None:
 
 
 def refuse_errors(rollout: Rollout, prompts: Mapping[str, bytes], form: str) -> None:
-    """`prompts`: known full prompts of the rollout's calls."""
     errors = find_errors(rollout, vocabulary=2**31, prompts=prompts)
     errors = [error for error in errors if error not in _OTHER_TRAINERS_MAY]
     if errors:

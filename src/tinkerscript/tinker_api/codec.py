@@ -157,7 +157,6 @@ def _tensor_json(values: NDArray[Any]) -> dict[str, Any]:
 
 
 def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
-    """Write a batched tensor per output field of the loss."""
     message = pb.ForwardBackwardOutput()
     message.loss_fn_output_type = output.loss_fn_output_type
     record = message.loss_fn_outputs.add()

@@ -1,8 +1,7 @@
 """Sessions with their runs and samplers, and checkpoints, all on disk.
 
-Sessions are stored at once, so that clients that outlive the server can keep sampling from checkpoints. A
-checkpoint is a Hugging Face folder with a `NOTE`, at `tinker://RUN/weights/NAME` or
-`tinker://RUN/sampler_weights/NAME`.
+Clients that outlive the server can keep sampling from checkpoints. A checkpoint is a Hugging Face folder with
+a `NOTE`, at `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`.
 """
 
 from __future__ import annotations
@@ -112,7 +111,6 @@ class Sessions:
         return self._sessions[session_id]
 
     def all(self) -> list[ClientSession]:
-        """Return all sessions, newest first."""
         return sorted(self._sessions.values(), key=lambda session: session.created, reverse=True)
 
     def sampler(self, sampler_id: str) -> tuple[ClientSession, SamplerRecord]:
@@ -132,7 +130,6 @@ class Sessions:
         return session, session.runs[run_id]
 
     def finish(self, session: ClientSession, how: str) -> None:
-        """End a session. The first reason is kept."""
         if session.finished is None:
             session.finished = how
             self._last_seen.pop(session.session_id, None)
@@ -238,7 +235,6 @@ class Checkpoints:
         return found
 
     def all(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Return checkpoints, newest first."""
         pattern = f"{_folder_name(run_id) if run_id else '*'}/*/*/{NOTE}"
         now = datetime.now(UTC)
         found = [_read_checkpoint(path) for path in self._root.glob(pattern)]

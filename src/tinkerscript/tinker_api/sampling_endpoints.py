@@ -1,5 +1,3 @@
-"""Endpoints of samplers."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,10 +1,10 @@
 """The state that all endpoints share (`WireState`), and limits on its memory.
 
-A client starts a request and fetches its result later (`Futures`). Repeating a request, because a reply was
-lost, returns the same future. Fetched results stay a while for the same reason.
+A client starts a request and fetches its result later (`Futures`). If a reply is lost, it repeats the request
+and gets the same future.
 
-A run's weights stay in memory until its session ends. Samplers over the same weights share a copy. The least
-recently used copies are evicted and reloaded when needed; unsaved ones are lost.
+Samplers over the same weights share a copy. The least recently used copies are evicted and reloaded when
+needed; unsaved ones are lost.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """Loads at which the server asks clients to wait."""
-
     runs: int = 8
     """Runs in memory, each with an adapter or weights, gradients and moments."""
 
@@ -137,7 +135,6 @@ class Futures:
         return pending.task.result() if error is None else failure(error)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request. Unknown ids are ignored."""
         pending = self._pending.get(request_id)
         if pending is not None:
             pending.task.cancel()
@@ -148,7 +145,6 @@ class Futures:
                 pending.task.cancel()
 
     def release_waiting(self) -> None:
-        """Let waiting clients retry at the next server."""
         self._closing.set()
 
     async def close(self) -> None:

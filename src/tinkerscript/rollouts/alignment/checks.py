@@ -1,7 +1,4 @@
-"""Checks of one sequence against its calls, in time linear in its tokens.
-
-Errors keep a sequence from training; warnings are only suspicious.
-"""
+"""Checks of one sequence against its calls, in time linear in its tokens."""
 
 from __future__ import annotations
 

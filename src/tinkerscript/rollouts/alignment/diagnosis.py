@@ -1,8 +1,5 @@
 """Compares logprobs: the sampler's with the trainer's, and sibling sequences with each other.
 
-`diagnose` names the pattern of a difference: shifted, truncated, of the most likely token, or of tokens not
-sampled. Real servers have these faults. Without a pattern, the finding is `logprob_gap`.
-
 `Contradictions` needs no trainer. While the sampled tokens of a group's sequences agree, the same weights
 must give the next token one logprob, and different next tokens probabilities that sum to at most 1.
 """
@@ -141,7 +138,9 @@ def diagnose(
 ) -> Finding | None:
     """Name the pattern of the calls with a mean |dlogp| above `threshold`; None without such calls.
 
-    `retokenise(ids)` encodes the ids' text again, to recognize ids encoded from text.
+    Real servers return logprobs that are shifted, truncated, of the most likely token, or of tokens not
+    sampled. Without a pattern, the finding is `logprob_gap`. `retokenise(ids)` encodes the ids' text again,
+    to recognize ids encoded from text.
     """
     bad = [pair for pair in pairs if len(pair.ids) and pair.gap > threshold]
     if not bad:
@@ -185,8 +184,8 @@ def _residuals(bad: Sequence[Pair], shift: int) -> tuple[float, float]:
     """Mean |sampler[i] - trainer[i + shift]| within the calls, infinite for too little overlap; and the least
     that the same logprobs leave unshifted or shuffled.
 
-    The second is small too for a collapsed policy, with nearly equal logprobs, and where only the first or
-    last tokens differ.
+    The second is small too for nearly equal logprobs (a collapsed policy), and where only the first or last
+    tokens differ.
     """
     first, last = slice(abs(shift), None), slice(-abs(shift))
     of_sampler, of_trainer = (last, first) if shift > 0 else (first, last)

@@ -1,5 +1,3 @@
-"""Findings about tokens, for the current step and the whole run."""
-
 from __future__ import annotations
 
 from collections import Counter
