@@ -368,7 +368,6 @@ def _same(known: str | None, token: bytes) -> bool:
 
 
 def reached_through(section: InterchangeConfig) -> str:
-    """Return the setting that exposes the server to other machines, or ""."""
     public = urlsplit(section.public_base_url).hostname
     if not is_loopback(section.interchange_server_host):
         return f"interchange_server_host: {section.interchange_server_host!r}"

@@ -56,7 +56,7 @@ _EVENT_HEADERS = [
 ]
 
 
-LOST = "tinkerscript.lost"  # Scope key of a future that ends with the connection.
+LOST = "tinkerscript.lost"
 
 
 class CallerDisconnectedError(Exception): ...
@@ -114,7 +114,6 @@ class Caller:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`. A disconnect cancels it and returns None."""
         disconnected, working = self.disconnected(), True
         # Without the loop, this takes a system call in Python 3.11.
         this = asyncio.current_task(disconnected.get_loop())
@@ -244,8 +243,6 @@ Responder = Callable[[Caller], Awaitable[None]]
 
 
 class Deferred(Response):
-    """Lets a responder reply to a route that FastAPI only documents."""
-
     def __init__(self, answer: Responder) -> None:
         super().__init__()
         self._answer = answer

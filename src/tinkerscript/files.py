@@ -52,10 +52,7 @@ _STAMP_AT = 68
 
 
 def stamp(database: sqlite3.Connection, path: Path) -> None:
-    """Mark a new database with its folder's run.
-
-    Call it before there is a write-ahead log, so that the mark is in the file.
-    """
+    """Mark a new database with its folder's run, before there is a write-ahead log."""
     with suppress(FileNotFoundError):
         run_id = (path.parent / RUN_ID).read_text(encoding="utf-8")
         if database.execute("PRAGMA application_id").fetchone() == (0,):

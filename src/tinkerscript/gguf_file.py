@@ -41,7 +41,6 @@ def _split(digits: str) -> list[Any]:
 
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
-# Values of `tokenizer.ggml.pre`.
 PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
     "default": lambda: [_BYTE_LEVEL],
     "gpt-2": lambda: [_BYTE_LEVEL],

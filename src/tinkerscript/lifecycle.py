@@ -38,7 +38,7 @@ def exit_disk_full() -> NoReturn:
 
 
 def try_lock(path: Path) -> IO[str] | None:
-    """Return an open file with the lock, or None if another process has it. It ends with the process."""
+    """Return an open file with the lock, or None if it is taken. The process's end releases it."""
     file = path.open("w", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -32,7 +32,6 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 _about: ContextVar[Mapping[str, object]] = ContextVar("about", default=_NOTHING)
 _of_process: dict[str, object] = {}
 
-# Claim keys, bearer tokens, and users and passwords in URLs.
 _KEYS = re.compile(r"\bts-[\w-]+\.\d+\.[\w-]+|(?<=Bearer )\S+|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
@@ -42,7 +41,7 @@ _MIN_SECRET_CHARS = 8
 def now_about(
     *, run: str = "", episode: str = "", attempt: int = 0, client: str = "", whole_process: bool = False
 ) -> None:
-    """Label this task's later records, or with `whole_process` all records."""
+    """Label this task's later records, or with `whole_process` all."""
     fields = {"run": run, "episode": episode, "attempt": attempt, "client": client}
     given: dict[str, object] = {name: value for name, value in fields.items() if value}
     if episode and attempt:

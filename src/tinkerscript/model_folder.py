@@ -115,7 +115,6 @@ def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> st
 
 
 def same_model(one: str, other: str) -> bool:
-    """Compare two names. A name without a commit matches any commit."""
     names = {one.partition("@")[0], other.partition("@")[0]}
     return one == other or (len(names) == 1 and names <= {one, other})
 
@@ -272,7 +271,7 @@ def eos_token_of(folder: Path) -> str | int | None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return the config, for an adapter its base's, empty if missing. Raises ConfigError."""
+    """For an adapter, return its base's config. Raises ConfigError."""
     return read_json((base_of_adapter(folder) or folder) / "config.json")
 
 

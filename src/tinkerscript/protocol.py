@@ -102,7 +102,6 @@ DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
 
 SERVER_URL = "TINKERSCRIPT_SERVER_URL"
 
-# The name that requests for the model in training use.
 POLICY = "policy"
 
 TRAINER_POOL = ""
@@ -136,7 +135,6 @@ class Failure(Message):
 
 
 def failure_line(error: BaseException) -> str:
-    """Return a traceback's last line, such as `ZeroDivisionError: division by zero`."""
     line = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, BaseExceptionGroup):
         line += f"; the first: {failure_line(error.exceptions[0])}"
@@ -235,7 +233,7 @@ class RegisterEpisodeRequest(Message):
     """Unique across all pools."""
 
     client_uuid: str = Field(default="", max_length=limits.ID_CHARS)
-    """Who registers, and the pool's name. Only the admin may leave it empty, for the trainer's pool."""
+    """Who registers, and the pool's name. Only the admin may leave it empty (the trainer's pool)."""
 
     episode_type: EpisodeType = "train"
     """Whether the result may train."""
@@ -922,7 +920,6 @@ def total_reward(output: WorkflowOutput) -> float | None:
 
 
 def own_clients(trainer_id: str) -> str:
-    """Return the prefix of the `client_uuid` of this trainer's own workers."""
     return f"worker-{trainer_id[:8]}-"
 
 

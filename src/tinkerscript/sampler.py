@@ -154,10 +154,6 @@ class Sampler(ABC):
 
 
 def fitted(request: SampleRequest, max_context: int, engine: str) -> SampleRequest:
-    """Shorten the reply to fit the context.
-
-    Raises GatewayError 400 `context_length_exceeded` if there is no room.
-    """
     length = len(request.prompt) // 4
     if length >= max_context:
         message = (

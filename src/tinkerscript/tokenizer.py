@@ -226,7 +226,6 @@ class LightTokenizer:
         return list(piece.encode())
 
     def piece_text(self, token_id: int) -> str:
-        """Return a vocabulary piece with real spaces, or U+FFFD if unknown."""
         piece = self._tokenizer.id_to_token(token_id)
         return "\ufffd" if piece is None else piece.replace("\u2581", " ")
 

@@ -123,7 +123,6 @@ class WeightSource:
 
 
 def register() -> None:
-    """Register our resolver and weight transfer if TINKERSCRIPT_ADAPTERS is set."""
     place = os.environ.get(ADAPTERS)
     if not place:
         return

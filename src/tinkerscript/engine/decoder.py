@@ -86,7 +86,7 @@ class Decoder(ABC):
         """Return a decoder of the same (shared) weights with `adapter`."""
 
     def forget(self) -> None:  # noqa: B027 (only what computes with the module tree has anything to forget)
-        """Note that something else changed the model's adapters."""
+        pass
 
     @property
     def is_recurrent(self) -> bool:
@@ -434,8 +434,6 @@ class _Tree:
 
 
 class HubDecoder(Decoder):
-    """Any Hugging Face causal model, through its own forward pass."""
-
     spread = 4  # Each group is a forward pass.
 
     def __init__(
@@ -580,7 +578,7 @@ class HubDecoder(Decoder):
 
 
 def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
-    """Rows are right-padded, so it keeps all positions, even with a window."""
+    """Keeps all positions, even with a window, because rows are right-padded."""
     if not kinds.are_recurrent:
         return DynamicCache()
     cache = DynamicCache(config=config)

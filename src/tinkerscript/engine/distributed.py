@@ -49,7 +49,6 @@ Skeleton = dict[int, dict[str, float | None]]
 """Index of a parameter -> its optimizer state; None for tensors."""
 
 BUCKET_ELEMENTS = 2**25
-"""Gradients summed over the ranks at once: 128 MiB."""
 
 FILLER = -1
 

@@ -190,7 +190,6 @@ class EmbeddedEngine:
 
     @property
     def warnings(self) -> list[str]:
-        """Describe what users should know before training."""
         found = [short_context(self._model.config)]
         if self.max_context < (longest := exact_context(self._model.config)):
             found.append(

@@ -33,7 +33,7 @@ NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
 
 
 class TopLogprobs(NamedTuple):
-    """Logprobs under a frozen model. Position 0 has no context and is 0."""
+    """Position 0 has no context and is 0."""
 
     own: NDArray[np.float32]
     """[T]: the sequence's tokens."""

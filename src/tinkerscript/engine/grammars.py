@@ -23,7 +23,6 @@ except ImportError:  # Requests that need it get an error.
     LLMatcher = LLTokenizer = None
 
 COMPILED_GRAMMARS = 64
-"""A task's calls share a few grammars."""
 
 
 class GrammarError(EngineError):

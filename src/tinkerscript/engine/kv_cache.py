@@ -254,8 +254,6 @@ class RowGroup(Generic[Row]):
 
 
 class KVCache(Generic[Row]):
-    """Rows of all lengths, in groups. Only the owner knows what a row is."""
-
     def __init__(self, budget: CacheBudget | None = None, spread: float = 2) -> None:
         self._spread = spread
         self.groups: list[RowGroup[Row]] = []
@@ -287,7 +285,7 @@ class KVCache(Generic[Row]):
         self.groups = []
 
     def fit(self, lengths: Sequence[int], like: RowState) -> int:
-        """Return how many of the first `lengths` fit with their next tokens."""
+        """Return how many of the first rows fit with their next tokens."""
         self._know(like)
         for count in range(len(lengths), 0, -1):
             joining = self._joining(lengths[:count])

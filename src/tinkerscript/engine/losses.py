@@ -131,10 +131,8 @@ class Loss:
     """The `loss_fn_inputs` [T] that a datum must have, besides `OPTIONAL_INPUTS`."""
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Further keys of `loss_fn_config`, with defaults."""
 
     ratio: Literal["token", "sequence"] = "token"
-    """For `train/clip_fraction`, with `CLIP`'s settings."""
 
     needs_entropy: bool = False
 

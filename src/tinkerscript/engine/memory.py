@@ -36,7 +36,6 @@ class Memory:
     """One chunk and the loss's tensors for it. 0 if the peak is elsewhere."""
 
     kv_cache: int
-    """For running rows. The rest of the budget keeps prefixes."""
 
     decoding: int
     """The larger temporaries: of a prefill, or of a step of all rows."""
@@ -75,7 +74,6 @@ class Workload:
     rows: int = 0
     prompt: int = 0
     length: int = 0
-    """Tokens of prompt and reply together."""
 
     choices: int = 0
     """Bytes per token of recorded experts (`engine.routing_replay`)."""

@@ -44,7 +44,6 @@ FOLDER_VARIABLE = "TINKERSCRIPT_RANKS"
 CONTROL_KEY = "tinkerscript/control"
 
 START_S = 600.0
-"""Time for all ranks to load the model."""
 
 GROUP_TIMEOUT_S = 600.0
 
@@ -108,7 +107,6 @@ class Ranks:
     """Belongs to the computing thread, except `failure` and `close`."""
 
     def __init__(self, size: int, spec: RankSpec, log_dir: Path | None = None) -> None:
-        """Start the followers, which log to `log_dir`, or wait for a launcher's."""
         self.size, self.spec = size, spec
         self.failure: Future[None] = Future()
         self._answers: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
@@ -178,7 +176,6 @@ class Ranks:
             raise self.fail(EngineError(f"rank 0: {type(error).__name__}: {error}")) from error
 
     def fail(self, error: EngineError) -> EngineError:
-        """End all ranks. Returns the first error."""
         with self._lock:
             first = not self.failure.done() and not self._is_closed
             if first:

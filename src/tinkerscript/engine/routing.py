@@ -27,9 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 Selection = Callable[..., Any]
-"""Takes the place of `topk`, with the same arguments."""
 
-# transformers' names for the number of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 UNKNOWN = 255

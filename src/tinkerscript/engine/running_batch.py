@@ -177,7 +177,6 @@ class RunningBatch:
         self._prefixes = prefixes or PrefixStore(self._budget)
         self._waiting: deque[RunningRow] = deque()
         self._filling: tuple[Ids, int, RowState] | None = None
-        """A partly prefilled prompt, the number of its tokens done, and their state."""
 
         self._admitted = itertools.count()
         self._settings: RowSettings | None = None
@@ -272,7 +271,6 @@ class RunningBatch:
                 return
 
     def _admissible(self) -> list[RunningRow]:
-        """Prefilling tells exactly how many waiting rows have room."""
         found: list[RunningRow] = []
         wanted = 0
         for row in islice(self._waiting, self._max_rows - len(self._cache.rows)):

@@ -127,7 +127,6 @@ class EmbeddedSamplingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> tinker.SampleResponse:
-        """Tinker's older method."""
         return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> APIFuture[list[float | None]]:

@@ -94,7 +94,7 @@ class Weights(ABC):
 
     @abstractmethod
     def activate(self) -> None:
-        """Make `model` compute with these weights."""
+        pass
 
     @abstractmethod
     def decoder(self) -> Decoder:

@@ -30,7 +30,6 @@ Baseline = Literal["group_mean", "leave_one_out", "running_mean", "sample_mean",
 Scale = Literal["none", "group_deviation", "group_mean", "batch_deviation", "running_deviation"]
 
 PAST_BASELINES = ("running_mean", "sample_mean")
-"""Baselines from rewards outside of the group."""
 
 
 class Moments(msgspec.Struct, frozen=True):
@@ -107,7 +106,6 @@ class AdvantageRule:
 
     @property
     def spans_groups(self) -> bool:
-        """Whether groups with equal rewards train too."""
         return self.scale == "batch_deviation" or self.baseline in PAST_BASELINES
 
     @property
@@ -172,8 +170,6 @@ PLAIN = AdvantageRule()
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """Statistics of rewards outside of a group."""
-
     mean: float
     deviation: float
 

@@ -306,7 +306,6 @@ def calls_of(calls: Iterable[Call], role: str = "") -> list[Call]:
 
 
 def full_prompts(calls: Iterable[Call]) -> Prompts:
-    """Map each call id to its full prompt, in linear memory."""
     return Prompts(calls)
 
 

@@ -33,7 +33,7 @@ from tinkerscript.rollouts.call import Call, PlacedImage
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, Segment
 from tinkerscript.rollouts.trainers import refuse_episode_errors
 
-ROWS_PER_GROUP = 1024  # Sequences in memory at once.
+ROWS_PER_GROUP = 1024
 
 _ARRAYS = {
     "tokens": np.int32,
@@ -42,7 +42,6 @@ _ARRAYS = {
     "logprobs": np.float32,
     "rewards": np.float32,
 }
-# Columns named like a rollout's fields.
 _FIELDS = ("env_name", "env_example_id", "shaped", "parent", "fork")
 
 Row = Mapping[str, Any]

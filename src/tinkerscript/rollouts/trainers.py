@@ -1,8 +1,8 @@
 """Rollouts in the formats of other trainers: Tinker, verl and TRL.
 
 If a format cannot hold something that a rollout has (`TRAITS`), its converter raises ConversionError with the
-trait's name, unless the caller accepts the loss (`allow`). A sequence
-that fails the alignment check is never converted.
+trait's name, unless the caller accepts the loss (`allow`). A sequence that fails the alignment check is never
+converted.
 """
 
 from __future__ import annotations

@@ -39,8 +39,6 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 @dataclass(slots=True)
 class SamplerRecord:
-    """Samples from a checkpoint, a snapshot, or else the base model."""
-
     sampler_id: str
     base_model: str
     model_path: str | None = None

@@ -253,10 +253,8 @@ class Contradictions:
     """Summed |difference| of their logprobs."""
 
     prefixes: int = 0
-    """Prefixes with several next tokens."""
 
     overfull: int = 0
-    """Prefixes with a total probability above `MAX_TOTAL`."""
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
         alike: defaultdict[tuple[object, ...], list[Segment]] = defaultdict(list)

@@ -165,7 +165,6 @@ class AlignmentReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AlignmentReport:
-        """An empty mapping gives an empty report."""
         report = cls()
         report.whole = Counts.from_json(data)
         report.findings = list(data.get("findings", []))
