@@ -183,6 +183,7 @@ class Roles:
         self.require(role, authorization_of(scope))
 
     def account(self, scope: Scope) -> str:
+        """Return the client's name, or "" for a shared token."""
         return self._account_of(authorization_of(scope)) if self.accounts else ""
 
     def _account_of(self, authorization: str) -> str:

@@ -90,6 +90,7 @@ def bind_gateways(
 
 
 def listen_near(host: str, port: int) -> socket.socket:
+    """Listen at `port`, or at a free port if it is in use. Raises OSError."""
     try:
         return listen(host, port)
     except OSError as error:

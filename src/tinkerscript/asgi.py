@@ -104,6 +104,7 @@ class Caller:
         return self._disconnected
 
     async def is_disconnected(self) -> bool:
+        """Call it before the reply, after which it is always true."""
         if self._disconnected is None:
             await asyncio.wait((self.disconnected(),), timeout=0)
         return self.disconnected().done()
@@ -114,6 +115,7 @@ class Caller:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """A disconnect cancels `work` and returns None."""
         disconnected, working = self.disconnected(), True
         # Without the loop, this takes a system call in Python 3.11.
         this = asyncio.current_task(disconnected.get_loop())
@@ -123,7 +125,7 @@ class Caller:
             return None
 
         def cancel(_: asyncio.Future[None]) -> None:
-            if working:
+            if working:  # The work may have ended meanwhile.
                 this.cancel()
 
         disconnected.add_done_callback(cancel)
@@ -342,6 +344,7 @@ class DirectRoutes:
 
 
 def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
+    """Return None if the handler reads the body itself."""
     model: type[BaseModel] | None = get_type_hints(handler).get("body")
     if model is None:
         return None
@@ -483,7 +486,7 @@ def problem_with_site(scope: Scope, *, any_host: bool) -> str:
     if (origin is None and site is None) or site == b"same-origin":  # Scripts cannot set these headers.
         return ""
     if scope["method"] in SAFE_METHODS:
-        # Other sites may link here.
+        # Other sites may link here, but not send requests from scripts.
         is_foreign = site == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate"
     else:
         own = headers.get(b"x-forwarded-host", host)
@@ -516,6 +519,7 @@ def is_loopback(host: str) -> bool:
 
 
 def problem_with_body(scope: Scope) -> str:
+    """Return why any web page could send this body, or ""."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type")
     if kind == JSON or scope["method"] in SAFE_METHODS:

@@ -71,6 +71,7 @@ def _stamp_of(run_id: str) -> int:
 
 
 def is_disk_full(error: BaseException) -> bool:
+    """Return whether an error or its cause reports a full disk."""
     causes = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
     return (
         (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))

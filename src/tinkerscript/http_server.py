@@ -24,7 +24,7 @@ from tinkerscript.config import InterchangeConfig
 from tinkerscript.lifecycle import GRACE_S
 from tinkerscript.limits import HEAD, PIPELINED
 
-OTHER_FILES = 96
+OTHER_FILES = 96  # Files that are not HTTP connections.
 MIN_CONNECTIONS = 32
 
 # Clients keep connections for 5 s (httpx, openai) and might otherwise use a closing connection.
@@ -228,6 +228,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def _await_reader(self) -> None:
+        """Require that the client read before we continue or close."""
         if self._lost.done():
             return
         self._waiting.setdefault(self)

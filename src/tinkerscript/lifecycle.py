@@ -136,7 +136,7 @@ def when_parent_ends(stop: Callable[[], object]) -> None:
         while os.read(stdin, 4096):
             pass
         exit_hard_after(ORPHAN_GRACE_S)
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # The process is already ending.
             loop.call_soon_threadsafe(stop)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

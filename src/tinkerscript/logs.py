@@ -54,6 +54,7 @@ def now_about(
 
 @contextmanager
 def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "") -> Generator[None]:
+    """Label the records of this block and everything it starts."""
     token = _about.set(_about.get())
     now_about(run=run, episode=episode, attempt=attempt, client=client)
     try:
@@ -101,6 +102,7 @@ def secrets_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """Return the labels of the record, else of its task or process."""
     known = {**_of_process, **_about.get(), **vars(record)}
     return {name: known[name] for name in FIELDS if name in known}
 

@@ -115,6 +115,7 @@ def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> st
 
 
 def same_model(one: str, other: str) -> bool:
+    """A name without a commit matches any commit."""
     names = {one.partition("@")[0], other.partition("@")[0]}
     return one == other or (len(names) == 1 and names <= {one, other})
 
@@ -180,6 +181,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _snapshot(hub_id: str, revision: str | None, more: tuple[str, ...], *, cached: bool = False) -> Path:
+    # `cached` asks only the cache.
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub.errors import (

@@ -135,6 +135,7 @@ class Failure(Message):
 
 
 def failure_line(error: BaseException) -> str:
+    """Return a line such as `ZeroDivisionError: division by zero`."""
     line = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, BaseExceptionGroup):
         line += f"; the first: {failure_line(error.exceptions[0])}"
@@ -912,6 +913,7 @@ class RefusalResponse(Message):
 
 
 def total_reward(output: WorkflowOutput) -> float | None:
+    """Return None without any reward."""
     reward = output.reward
     if reward is None and not output.call_rewards:
         return None
@@ -920,6 +922,7 @@ def total_reward(output: WorkflowOutput) -> float | None:
 
 
 def own_clients(trainer_id: str) -> str:
+    """Return the prefix of the `client_uuid` of this trainer's own workers."""
     return f"worker-{trainer_id[:8]}-"
 
 

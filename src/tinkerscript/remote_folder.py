@@ -38,7 +38,7 @@ BEGUN = (CONFIG_FILE, RUN_ID, "sft_data.json")
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARIES = (METRICS_FILE, "summary.json", "alignment.json", "learning_curve.png")
-FOLDERS = ("rollouts", "inspect")
+FOLDERS = ("rollouts", "inspect")  # Their files never change.
 
 Position = tuple[int, int]  # A ledger's number of trainer starts and steps.
 NOWHERE: Position = (0, 0)
@@ -96,6 +96,7 @@ class RemoteFolder:
         return f"{self._root}/{name}".rstrip("/")
 
     def sizes(self, folder: str) -> dict[str, int | None]:
+        """Return the sorted entries with sizes in bytes, empty for a missing folder."""
         with suppress(FileNotFoundError):
             found = self._files.ls(self._at(folder), detail=True)
             return {name_of(each["name"]): each["size"] for each in sorted(found, key=lambda e: e["name"])}
@@ -257,7 +258,7 @@ class Uploads:
                     self._error = _error_text(error)
             if self._error and not is_last:
                 text = f"the copy at {self.remote.url} is incomplete: {self._error}"
-                with suppress(RuntimeError):
+                with suppress(RuntimeError):  # The run has ended and closed its loop.
                     loop.call_soon_threadsafe(self._note, text)
         self._ended.set_result(None)
 

@@ -44,7 +44,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_samples: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
+    top_k: int = -1  # -1 means no limit.
     min_p: float = 0.0
     """Minimum probability, relative to the most probable token's. 0: off."""
 
@@ -53,7 +53,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int | None = None
     stop_token_ids: list[int] = []
-    extra_stop_ids: list[int] = []  # They end only this reply.
+    extra_stop_ids: list[int] = []  # These also end this reply.
     stop: list[str] = []  # Sampling ends with the token that completes such a string.
     top_logprobs: int = 0  # Likely ids to report per position.
     constraint: Constraint | None = None
@@ -66,7 +66,7 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the prompt's last ids that other weights sampled for this reply."""
 
     known: int = 0
-    """Number of the prompt's first ids with experts from an earlier call, which are not returned again."""
+    """Number of the prompt's first ids that an earlier call recorded. Their experts are not returned."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +78,7 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: bytes = b""  # float32 [R, request.top_logprobs]
 
     def span(self, start: int, end: int | None = None) -> dict[str, bytes]:
+        """Return the fields of tokens [start, end) for another struct."""
         top = len(self.top_ids) // (len(self.sampled) or 1)
         one = slice(4 * start, None if end is None else 4 * end)
         each = slice(4 * top * start, None if end is None else 4 * top * end)
@@ -108,19 +109,19 @@ class SampledSequence(SampledTokens, frozen=True, kw_only=True):
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[SampledSequence]
-    policy_version: int
+    policy_version: int  # Version of the first token's weights.
     policy_version_end: int | None = None
     """Version of the last token's weights if they changed at an unknown token; otherwise None."""
 
     logprob_kind: LogprobKind = "processed"
-    seed: int | None = None
+    seed: int | None = None  # None means unknown.
 
 
 class Progress(SampledTokens, frozen=True, kw_only=True):
     """Tokens since the last report, for display only. Reports may be late, repeated, or missing."""
 
     index: int
-    offset: int
+    offset: int  # Tokens of the sequence before these.
 
 
 # Called on the event loop that awaits the sample. Must not block.
@@ -154,6 +155,7 @@ class Sampler(ABC):
 
 
 def fitted(request: SampleRequest, max_context: int, engine: str) -> SampleRequest:
+    """Shorten the reply to the context. Raises GatewayError 400 `context_length_exceeded` without room."""
     length = len(request.prompt) // 4
     if length >= max_context:
         message = (

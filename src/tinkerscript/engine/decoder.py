@@ -86,7 +86,7 @@ class Decoder(ABC):
         """Return a decoder of the same (shared) weights with `adapter`."""
 
     def forget(self) -> None:  # noqa: B027 (only what computes with the module tree has anything to forget)
-        pass
+        """Note that something else changed the model's adapters."""
 
     @property
     def is_recurrent(self) -> bool:

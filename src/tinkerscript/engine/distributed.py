@@ -82,7 +82,7 @@ def portions(
 ) -> list[Portion]:
     """Split data into portions with about equal tokens and equal numbers of microbatches.
 
-    `rows` makes rows for a token budget. More rows must make the largest portion a tenth smaller.
+    `rows` makes rows for a token budget. More are made only if the largest portion becomes a tenth smaller.
     """
     whole = rows(budget)
     shares = balanced(whole, ranks)

@@ -239,6 +239,7 @@ class EmbeddedEngine:
         self.close()
 
     def close(self) -> None:
+        """Fail unfinished requests, and end the thread and other processes."""
         self.context.thread.close()
         if self._ranks is not None:
             self._ranks.close()

@@ -46,6 +46,7 @@ class Memory:
 
     @property
     def checkpoint(self) -> int:
+        """Bytes on disk."""
         return self.gradients + self.moments
 
     @property
@@ -111,6 +112,7 @@ def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workl
 
 
 def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
+    """Return the number of parameters, and whether some are the head's."""
     # It imports PEFT, which takes half a second.
     from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
 

@@ -231,6 +231,7 @@ class Packed:
 
 
 def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool = False) -> Packed:
+    """`segments`: replace the mask in rows over `MASKED_TOKENS`."""
     device = model.device
     width = max(tree.size for tree in trees)
     ids = np.zeros((len(trees), width), np.int64)
@@ -442,6 +443,6 @@ def _row_equals_plain_rows(model: PreTrainedModel, own: OwnLogits | None, *, seg
                 packed = replace(packed, mask=_segments([tree]))
             output: Any = model(**packed.inputs)
     except FORWARD_ERRORS:
-        return False
+        return False  # The model does not accept such a mask.
     together = output.logits.flatten(0, 1)[packed.places].unflatten(0, own.ids.shape)
     return distance(own.logits[[index for index, _ in packed.sequences]], together) <= own.limit

@@ -80,6 +80,7 @@ class PrefixStore:
         return self._usable(ids)[1]
 
     def longest(self, ids: Ids) -> tuple[int, RowState | None]:
+        """Return the length and state of the prefix to continue from, or (0, None)."""
         path, length = self._usable(ids)
         if not path:
             return 0, None

@@ -252,7 +252,7 @@ class Ranks:
             except (AuthenticationError, EOFError, ConnectionError):
                 continue  # This is a stranger or a dead rank.
             except OSError:
-                return
+                return  # The listener is closed.
             self._connections[rank] = connection
             self._begin(self._read, rank, connection)
         self._listener.close()

@@ -50,6 +50,7 @@ def routing_of(model: PreTrainedModel, own: OwnLogits | None = None) -> Routing:
 
 @torch.no_grad()
 def _replayed_gaps(routing: Routing, model: PreTrainedModel, own: OwnLogits) -> tuple[float, float]:
+    """Return the logits' differences with the recorded choices and with others, in nats."""
     with routing.recorded(model) as choices:
         logits: Tensor = model(input_ids=own.ids, use_cache=False).logits
     ids = torch.stack(choices, 1)

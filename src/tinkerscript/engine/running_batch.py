@@ -101,7 +101,7 @@ class Request:
         try:
             self.future.set_result([self.finished[i] for i in range(self.num_samples)])
         except InvalidStateError:
-            return
+            return  # The caller cancelled.
 
 
 @dataclass(slots=True, eq=False)
@@ -177,6 +177,7 @@ class RunningBatch:
         self._prefixes = prefixes or PrefixStore(self._budget)
         self._waiting: deque[RunningRow] = deque()
         self._filling: tuple[Ids, int, RowState] | None = None
+        """A partly prefilled prompt, the number of its tokens done, and their state."""
 
         self._admitted = itertools.count()
         self._settings: RowSettings | None = None
@@ -262,6 +263,7 @@ class RunningBatch:
         self._remove([row for row in self._cache.rows if row.request.future.done()])
 
     def _admit(self) -> None:
+        """If others run, their next tokens wait for one prefill only."""
         others = bool(self._cache.rows)
         while rows := self._admissible():
             ready = self._prefilled(list(dict.fromkeys(row.sequence for row in rows)))
@@ -350,6 +352,7 @@ class RunningBatch:
         return {sequence: self._kept(sequence, logits[0], state)}
 
     def _prefill_each(self, sequences: list[Ids], shared: int = 0) -> dict[Ids, Prefilled | Exception]:
+        """If prefilling together fails, prefill one by one to find the faulty sequences."""
         try:
             past = self._prefix(sequences[0][:shared]) if shared else None
             logits, states = self._prefill([each[shared:] for each in sequences], past, shared)
@@ -538,7 +541,7 @@ def _fail(request: Request, error: BaseException) -> None:
     try:
         request.future.set_exception(error)
     except InvalidStateError:
-        return
+        return  # The caller cancelled, or another row of the request failed.
 
 
 def _is_truncated(request: Request) -> bool:

@@ -30,6 +30,7 @@ Baseline = Literal["group_mean", "leave_one_out", "running_mean", "sample_mean",
 Scale = Literal["none", "group_deviation", "group_mean", "batch_deviation", "running_deviation"]
 
 PAST_BASELINES = ("running_mean", "sample_mean")
+"""Baselines from rewards outside of the group."""
 
 
 class Moments(msgspec.Struct, frozen=True):
@@ -53,6 +54,7 @@ class Moments(msgspec.Struct, frozen=True):
 
     @property
     def deviation(self) -> float:
+        """The sample standard deviation; 1 if all rewards are equal."""
         return math.sqrt(self.squares / (self.count - 1)) if self.squares > 0 else 1.0
 
 
@@ -106,6 +108,7 @@ class AdvantageRule:
 
     @property
     def spans_groups(self) -> bool:
+        """Whether groups with equal rewards train too."""
         return self.scale == "batch_deviation" or self.baseline in PAST_BASELINES
 
     @property
@@ -259,6 +262,7 @@ class RolloutGroup:
 
     @property
     def rewards_differ(self) -> bool:
+        """Whether rewards, or scores that replace them, differ."""
         if any(episode.scores != self.episodes[0].scores for episode in self.episodes):
             return True
         return max(self.rewards) > min(self.rewards)

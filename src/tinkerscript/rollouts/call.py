@@ -66,6 +66,7 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
 
 
 def unpack_ids(data: bytes) -> IntArray:
+    """Return a read-only view [N]."""
     return np.frombuffer(data, dtype="<i4")
 
 
@@ -74,6 +75,7 @@ def pack_logprobs(logprobs: Sequence[float] | FloatArray) -> bytes:
 
 
 def unpack_logprobs(data: bytes) -> FloatArray:
+    """Return a read-only view [N]."""
     return np.frombuffer(data, dtype="<f4")
 
 
@@ -228,6 +230,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def is_foreign(self) -> bool:
+        """Whether the call's role never trains."""
         return bool(self.role) and self.policy_version == FOREIGN_POLICY
 
     @property

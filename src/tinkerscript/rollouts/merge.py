@@ -111,6 +111,7 @@ class _OpenSequences:
         self._newest: deque[_Sequence] = deque(maxlen=FORK_CANDIDATES)
 
     def find(self, prompt: _Stream) -> _Sequence | None:
+        """Remove and return the longest sequence that is a prefix of `prompt`."""
         slice_of, index = prompt.slice, self._index
         for length in self._lengths_up_to(prompt.size):
             key = (length, slice_of(length - TAIL_BYTES if length > TAIL_BYTES else 0, length))

@@ -20,6 +20,8 @@ ByteArray = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
+    """The span [start, end) of a rollout that one call sampled."""
+
     call: Call
     start: int
     end: int

@@ -128,6 +128,7 @@ class Sessions:
         return session, session.runs[run_id]
 
     def finish(self, session: ClientSession, how: str) -> None:
+        """The first reason is kept."""
         if session.finished is None:
             session.finished = how
             self._last_seen.pop(session.session_id, None)

@@ -145,6 +145,7 @@ class Futures:
                 pending.task.cancel()
 
     def release_waiting(self) -> None:
+        """Let waiting clients retry at the next server."""
         self._closing.set()
 
     async def close(self) -> None:

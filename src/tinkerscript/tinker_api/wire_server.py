@@ -53,6 +53,7 @@ M = TypeVar("M", bound=BaseModel)
 Handler = Callable[[WireState, Request, bytes], Awaitable[Reply]]
 
 
+# For the engine's own, unused training client.
 UNUSED_ADAPTER = LoraSettings(rank=1, targets=("unembed",))
 
 logger = logging.getLogger(__name__)
@@ -217,7 +218,7 @@ class WireOptions:
     state_dir: Path
     name: str
     host: str = "127.0.0.1"
-    port: int = 0
+    port: int = 0  # 0 takes a free port.
     full: bool = False  # Runs train all weights instead of adapters.
     threads: int = 1
     max_batch: int = 128
