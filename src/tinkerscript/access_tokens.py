@@ -180,6 +180,7 @@ class Roles:
         return self.client_token is None
 
     def check(self, role: Role, scope: Scope) -> None:
+        """Raises like `require`."""
         self.require(role, authorization_of(scope))
 
     def account(self, scope: Scope) -> str:
@@ -239,6 +240,7 @@ class ClaimKeys:
         return key
 
     def alias(self, episode_uuid: str, attempt: int) -> str | None:
+        """Return a claim's alias, or None if clients need tokens."""
         return claim_alias(self._secret, episode_uuid, attempt) if self._roles.are_open else None
 
     def gateway(self, episode_uuid: str, attempt: int, *, of: int) -> int:
@@ -250,6 +252,7 @@ class ClaimKeys:
         return int.from_bytes(digest[:8]) % of + 1
 
     def opened_by(self, key: str) -> ClaimId | None:
+        """Return the claim, or None if this server did not issue the key."""
         claim = self._opened.get(key)
         if claim is None and (claim := verify_key(self._secret, key)) is not None:
             self._remember(key, claim)

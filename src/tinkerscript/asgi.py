@@ -163,6 +163,7 @@ class Caller:
 
 
 async def _whole_body(receive: Receive) -> bytes:
+    """Raises ClientDisconnect."""
     parts = list[bytes]()
     while True:
         message = await receive()

@@ -102,7 +102,7 @@ class RunFinishedError(ClientError):
 
 
 class RunFailedError(RunFinishedError):
-    pass
+    """The run has failed, and its server ends with it."""
 
 
 class ClaimLostError(ClientError):
@@ -231,4 +231,4 @@ class WorkerError(TinkerScriptError):
 
 
 class WrongTaskError(WorkerError):
-    pass
+    """The worker hands the episode back and exits."""

@@ -254,6 +254,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._end(TIMED_OUT)
 
     def _end(self, reply: bytes) -> None:
+        """Send `reply` unless another has started."""
         self._waiting.pop(self, None)
         if self.transport.is_closing() or self.flow.write_paused:
             self.transport.abort()  # A normal close would wait for the client to read.

@@ -84,6 +84,7 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
 
 
 def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
+    """Raises ConfigError."""
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf" and folder.is_file():
@@ -278,6 +279,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def reads_images(folder: Path) -> bool:
+    """Raises ConfigError for an unreadable config.json."""
     return config_of(folder).get("model_type") in IMAGE_MODEL_TYPES
 
 

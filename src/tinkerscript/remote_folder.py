@@ -78,6 +78,7 @@ class RemoteFolder:
         self._files, self._root = found
 
     def read(self, name: str) -> bytes:
+        """Raises FileNotFoundError."""
         return self._files.cat_file(self._at(name))
 
     def write(self, data: bytes, name: str) -> None:
@@ -90,6 +91,7 @@ class RemoteFolder:
         self._files.put_file(str(path), self._at(name))
 
     def get(self, name: str, path: Path) -> None:
+        """Raises FileNotFoundError."""
         self._files.get_file(self._at(name), str(path))
 
     def _at(self, name: str) -> str:
@@ -129,6 +131,7 @@ class RemoteFolder:
         self.write(json.dumps(manifest, indent=2).encode(), f"{name}/{MANIFEST}")
 
     def get_checkpoint(self, name: str, target: Path) -> None:
+        """Download to a new folder. Raises ConfigError if the checkpoint is incomplete."""
         where = f"{self.url}/{name}".rstrip("/")
         manifest = self.manifest(name)
         if not manifest:
@@ -154,6 +157,7 @@ class RemoteFolder:
             draft.rename(target)
 
     def remove(self, name: str) -> None:
+        """Remove the manifest first."""
         path = self._at(name)
         if self._files.exists(f"{path}/{MANIFEST}"):
             self._files.rm_file(f"{path}/{MANIFEST}")

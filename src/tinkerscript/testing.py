@@ -70,6 +70,7 @@ class ScriptedSampler(Sampler):
 
 
 def token_by_token(sequences: Sequence[SampledSequence]) -> Iterator[Progress]:
+    """Yield progress as if one token of every sequence were sampled at a time."""
     longest = max((len(sequence.sampled) // 4 for sequence in sequences), default=0)
     for offset in range(longest):
         for index, sequence in enumerate(sequences):

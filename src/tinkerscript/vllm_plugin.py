@@ -113,6 +113,7 @@ class WeightSource:
         return json.loads(content)
 
     def _read(self, name: str, file: str) -> bytes:
+        """Raises FileNotFoundError."""
         if not self._place.startswith("http"):
             return (Path(self._place) / name / file).read_bytes()
         url = f"{self._place.rstrip('/')}/{name}/{file}"

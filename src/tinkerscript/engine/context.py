@@ -89,6 +89,7 @@ def open_context(
     images: ImageReader,
     thread: EngineThread | None = None,
 ) -> EngineContext:
+    """Raises EngineError if the config lacks a context length."""
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = text_config_of(model).vocab_size
     eos_ids = eos_ids_of(model)

@@ -107,6 +107,8 @@ this (also DeepSeek-V3.2).
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
+    """(logprobs, inputs) -> losses, with settings."""
+
     name: str
     tokens: TokenLosses
     settings: Mapping[str, float]

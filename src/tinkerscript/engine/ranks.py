@@ -140,6 +140,7 @@ class Ranks:
             self.spec.join(self._store, 0, self.size)
 
     def tell(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
+        """Call a method on all followers. Raises EngineError."""
         self._raise_failure()
         for rank, each in enumerate(arguments, start=1):
             self._connections[rank].send((method, each))
@@ -176,6 +177,7 @@ class Ranks:
             raise self.fail(EngineError(f"rank 0: {type(error).__name__}: {error}")) from error
 
     def fail(self, error: EngineError) -> EngineError:
+        """End all ranks. Returns the first error."""
         with self._lock:
             first = not self.failure.done() and not self._is_closed
             if first:

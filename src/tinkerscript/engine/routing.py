@@ -136,6 +136,7 @@ def redirected(module: nn.Module, forward: Callable[..., Any]) -> Generator[None
 
 
 def most_token_bytes(config: PreTrainedConfig) -> int:
+    """Return an upper bound without the model: as if all layers had a router."""
     text: Any = config.get_text_config()
     itemsize = 1 if experts_of(config) < 256 else 2
     return text.num_hidden_layers * getattr(text, "num_experts_per_tok", 0) * itemsize

@@ -117,6 +117,7 @@ def save_checkpoint(
     optimizer: dict[str, Any] | None,
     notes: Mapping[str, str] | None = None,
 ) -> None:
+    """Replace `target` by weights (from `write`), tokenizer, `notes` and any optimizer state."""
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:

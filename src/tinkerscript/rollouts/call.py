@@ -62,6 +62,7 @@ def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
+    """Pack token ids [N] into little-endian int32 bytes."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
@@ -71,6 +72,7 @@ def unpack_ids(data: bytes) -> IntArray:
 
 
 def pack_logprobs(logprobs: Sequence[float] | FloatArray) -> bytes:
+    """Pack logprobs [N] into little-endian float32 bytes."""
     return np.asarray(logprobs, dtype="<f4").tobytes()
 
 

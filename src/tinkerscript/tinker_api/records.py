@@ -112,6 +112,7 @@ class Sessions:
         return sorted(self._sessions.values(), key=lambda session: session.created, reverse=True)
 
     def sampler(self, sampler_id: str) -> tuple[ClientSession, SamplerRecord]:
+        """Raises WireError 404."""
         session = self._sessions.get(sampler_id.partition(":sample:")[0])
         if session is None or sampler_id not in session.samplers:
             raise WireError(
@@ -122,6 +123,7 @@ class Sessions:
         return session, session.samplers[sampler_id]
 
     def run(self, run_id: str) -> tuple[ClientSession, RunRecord]:
+        """Raises WireError 404."""
         session = self._sessions.get(run_id.partition(":train:")[0])
         if session is None or run_id not in session.runs:
             raise WireError(404, f"model_id: no training run {run_id!r}")
