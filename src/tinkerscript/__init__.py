@@ -1,7 +1,7 @@
-"""TinkerScript: reinforcement learning for agents whose rollouts are ordinary programs.
+"""TinkerScript: reinforcement learning for agents that are ordinary programs.
 
 Import from its packages: `tinkerscript.client` on a rollout machine, `tinkerscript.train` next to the
-weights. This module imports nothing.
+weights.
 """
 
 __all__ = ["__version__"]

@@ -1,4 +1,4 @@
-"""The `tinkerscript` command, also as `python -m tinkerscript`."""
+"""Run the `tinkerscript` command as `python -m tinkerscript`."""
 
 from tinkerscript.cli import app
 

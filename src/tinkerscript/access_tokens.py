@@ -1,7 +1,7 @@
-"""Authorization: the server's secret, claim keys, and the tokens of the two roles.
+"""Authorization: the server's secret, claim keys, and tokens of the two roles.
 
-A claim's key is an HMAC of (episode, attempt) under the server's secret: it survives a restart without being
-stored. It is compared in constant time and never logged.
+A claim's key is an HMAC of (episode, attempt) under the server's secret, so it survives a restart without
+being stored.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ KEY_PREFIX = "ts-"
 CLIENT_TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 ADMIN_TOKEN = "TINKERSCRIPT_ADMIN_TOKEN"
 
-FILE_SUFFIX = "_FILE"  # Such a variable names a file with the token.
+FILE_SUFFIX = "_FILE"
 
 # Child processes inherit them only if needed.
 TOKEN_VARIABLES = frozenset(
     f"{name}{suffix}" for name in (ADMIN_TOKEN, CLIENT_TOKEN) for suffix in ("", FILE_SUFFIX)
 )
 
-MIN_TOKEN_CHARS = 16  # On addresses that other machines can reach.
+MIN_TOKEN_CHARS = 16  # For addresses that other machines can reach.
 
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 4096
 
-# Enough for an episode uuid of 200 four-byte characters.
+# Allows for an episode uuid of 200 four-byte characters.
 _MAX_KEY_CHARS = 1200
 
 _KEYS_REMEMBERED = 16_384
@@ -57,7 +57,7 @@ class ClaimId(NamedTuple):
 
 
 def load_secret(path: Path) -> bytes:
-    """Return the 32-byte secret in `path`, created at first use with mode 0600.
+    """Return the 32-byte secret in `path`, created with mode 0600 if missing.
 
     Raises ConfigError for other content, or a file that another user owns or can read.
     """
@@ -75,7 +75,7 @@ def load_secret(path: Path) -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    # Never half written; of two servers the first wins.
+    # The file is never half written, and the first of two servers wins.
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -102,12 +102,11 @@ def _mac(secret: bytes, purpose: bytes, episode_uuid: str, attempt: int) -> byte
 
 @lru_cache(maxsize=8)
 def _keyed(secret: bytes) -> hmac.HMAC:
-    """The state after the secret, which is half of an HMAC's time."""
+    """Computed once because it takes half of an HMAC's time."""
     return hmac.new(secret, digestmod=hashlib.sha256)
 
 
 def verify_key(secret: bytes, key: str) -> ClaimId | None:
-    """Return the claim, or None if this server did not issue the key."""
     claim = _parse_key(key)
     if claim is None:
         return None
@@ -116,8 +115,7 @@ def verify_key(secret: bytes, key: str) -> ClaimId | None:
 
 
 def claim_alias(secret: bytes, episode_uuid: str, attempt: int) -> str:
-    """Return `<episode>~<attempt>~<mac>`, which a client without a key uses as the episode's uuid. It cannot
-    be guessed."""
+    """Return `<episode>~<attempt>~<mac>`, an unguessable episode uuid for a client without a key."""
     mac = _mac(secret, b"tinkerscript alias", episode_uuid, attempt)
     return f"{episode_uuid}~{attempt}~{_b64(mac[:16])}"
 
@@ -150,7 +148,7 @@ def _b64(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The tokens of both roles. A role without one admits everyone, as on a local server."""
+    """The tokens of both roles. A role without a token admits everyone, as on a local server."""
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
@@ -160,8 +158,8 @@ class Roles:
     def of(section: InterchangeConfig, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
         """Read the tokens from the environment or from files named there.
 
-        A server that only serves a model needs no admin, so a missing admin token becomes a random one.
-        Raises ConfigError if a required token is missing, too short, or in a file that others can read.
+        A server that only serves a model gets a random admin token if none is set. Raises ConfigError if a
+        required token is missing, too short, or in a file that others can read.
         """
         client, admin = read_token(environ, CLIENT_TOKEN), read_token(environ, ADMIN_TOKEN)
         if serve_model and client is not None and admin is None:
@@ -179,7 +177,6 @@ class Roles:
 
     @property
     def are_open(self) -> bool:
-        """Return whether clients of the first version may participate too."""
         return self.client_token is None
 
     def check(self, role: Role, scope: Scope) -> None:
@@ -192,7 +189,7 @@ class Roles:
 
     def _account_of(self, authorization: str) -> str:
         token = authorization.removeprefix("Bearer ").encode()
-        # Compare all tokens, so that timing reveals nothing.
+        # Comparing all tokens reveals nothing by timing.
         return next(iter([name for name, own in self.accounts.items() if _same(own, token)]), "")
 
     def grants(self, role: Role, authorization: str) -> bool:
@@ -227,14 +224,14 @@ def authorization_of(scope: Scope) -> str:
     return next(values, b"").decode("latin-1")
 
 
-CLAIM = "tinkerscript.claim"  # In a request's scope.
+CLAIM = "tinkerscript.claim"
 
 
 class ClaimKeys:
     def __init__(self, secret: bytes, roles: Roles) -> None:
         self._secret = secret
         self._roles = roles
-        # Least recently used first. Only valid keys, so attackers cannot displace them.
+        # The least recently used comes first. Only valid keys are kept, so attackers cannot displace them.
         self._opened: dict[str, ClaimId] = {}
 
     def key(self, episode_uuid: str, attempt: int) -> str:
@@ -249,7 +246,7 @@ class ClaimKeys:
     def gateway(self, episode_uuid: str, attempt: int, *, of: int) -> int:
         """Return which gateway process, 1 to `of`, owns a claim.
 
-        The secret decides, so it survives a restart or takeover, and episode names cannot steer it.
+        The secret decides, so the answer survives a restart, and episode names cannot steer it.
         """
         digest = _mac(self._secret, b"tinkerscript gateway", episode_uuid, attempt)
         return int.from_bytes(digest[:8]) % of + 1
@@ -270,7 +267,7 @@ class ClaimKeys:
         return verify_alias(self._secret, alias)
 
     def authorize(self, scope: Scope) -> None:
-        """Store the claim of the request's key in its scope, or None if clients need no token.
+        """Store the request's claim in its scope, or None if clients need no token.
 
         Raises UnauthorizedError: 401 for a key without a claim, 403 for a role's token.
         """
@@ -285,7 +282,7 @@ class ClaimKeys:
         scope[CLAIM] = claim
 
     def claim_of(self, scope: Scope, episode_uuid: str) -> ClaimId:
-        """Return an authorized request's claim. `episode_uuid` may be an alias or empty.
+        """Return the claim. `episode_uuid` may be an alias or empty.
 
         Raises UnauthorizedError 401 without a key or alias, and NotTheOwnerError if they disagree.
         """
@@ -332,7 +329,6 @@ def _token_in(path: Path, variable: str) -> str:
 
 
 def _check_tokens(setting: str, tokens: Mapping[str, str | None]) -> None:
-    """Raise ConfigError for a missing or short token."""
     where = f"interchange_server.{setting} is reachable from other machines, so"
     missing = [name for name, token in tokens.items() if token is None]
     if missing:
@@ -350,7 +346,6 @@ def _check_tokens(setting: str, tokens: Mapping[str, str | None]) -> None:
 def _account_tokens(
     section: InterchangeConfig, environ: Mapping[str, str], client: str | None, admin: str | None
 ) -> dict[str, str]:
-    """Raises ConfigError."""
     if section.clients and client is None:
         raise ConfigError(
             f"interchange_server.clients: set {CLIENT_TOKEN} and {ADMIN_TOKEN}; without them anyone may enter"
@@ -377,7 +372,6 @@ def _same(known: str | None, token: bytes) -> bool:
 
 
 def reached_through(section: InterchangeConfig) -> str:
-    """Return the setting that lets other machines reach the server, or ""."""
     public = urlsplit(section.public_base_url).hostname
     if not is_loopback(section.interchange_server_host):
         return f"interchange_server_host: {section.interchange_server_host!r}"

@@ -1,6 +1,6 @@
-"""The server's addresses: its HTTP socket, its link, and `server.json` with both.
+"""The server's HTTP socket, its link, and `server.json` with both addresses.
 
-A restarted server takes its former addresses if they are free, so clients and trainer find it again.
+A restarted server takes its former addresses if they are free, so clients find it again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tinkerscript.trainer_link.server_end import ServerLink
 
 SERVER_FILE = "server.json"
 
-PAGE_PORT = 10085  # Gateway processes use the ports after the server's 10086.
-ADAPTERS_FOLDER = "adapters"  # In the run's folder.
+PAGE_PORT = 10085  # Gateway processes use the ports after 10086.
+ADAPTERS_FOLDER = "adapters"
 BACKLOG = 2048
 MAX_IPC_BYTES = 100  # The kernel allows 107.
 
@@ -35,13 +35,12 @@ class ServerInfo(msgspec.Struct, frozen=True):
     link_address: str
     pid: int
     server_id: str
-    link_keys: str = ""  # Folder; empty without keys.
-    certificate: str = ""  # PEM file; empty for HTTP.
+    link_keys: str = ""  # Empty without keys.
+    certificate: str = ""  # Empty for HTTP.
     gateway_ports: tuple[int, ...] = ()  # Empty if the server answers model calls itself.
 
 
 def read_server_info(run_dir: Path) -> ServerInfo | None:
-    """Return `server.json`, or None if it is missing or unreadable."""
     try:
         return msgspec.json.decode((run_dir / SERVER_FILE).read_bytes(), type=ServerInfo)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -49,10 +48,10 @@ def read_server_info(run_dir: Path) -> ServerInfo | None:
 
 
 def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.socket:
-    """Return the server's listening socket.
+    """Listen for HTTP requests.
 
-    Ports 0 and `auto` prefer the former port, and `auto` then `DEFAULT_PORT`. If that is in use they take a
-    free one, except `auto` with a `public_base_url`, which clients already know. Raises ConfigError.
+    Ports 0 and `auto` prefer the former port, and `auto` then `DEFAULT_PORT`. If it is in use they take a
+    free port, except `auto` with a `public_base_url`, which clients already know. Raises ConfigError.
     """
     host, port = config.interchange_server_host, config.interchange_server_port
     former = _port_of(previous.url) if previous is not None else 0
@@ -70,8 +69,8 @@ def bind_gateways(
 ) -> Generator[list[socket.socket]]:
     """Yield `number` listening sockets.
 
-    They take their former ports, at first those after the server's `port`, or free ones if those are in use
-    and there is no `public_base_url`. Raises ConfigError.
+    They take their former ports, at first the ones after the server's `port`. Without a `public_base_url`,
+    free ports replace those in use. Raises ConfigError.
     """
     host = config.interchange_server_host
     former = previous.gateway_ports if previous is not None else ()
@@ -91,7 +90,7 @@ def bind_gateways(
 
 
 def listen_near(host: str, port: int) -> socket.socket:
-    """Listen at `port`, or else at a free port. Raises OSError."""
+    """Listen at `port`, or at a free port if it is in use. Raises OSError."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -102,8 +101,7 @@ def listen_near(host: str, port: int) -> socket.socket:
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on IPPROTO_TCP sockets. Without it replies wait 40 ms for delayed
-    # acknowledgments.
+    # asyncio sets TCP_NODELAY only on IPPROTO_TCP sockets. Without it replies wait 40 ms for acknowledgments.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -132,7 +130,6 @@ def _port_of(url: str) -> int:
 
 
 def moved_to(config: InterchangeConfig, url: str) -> str:
-    """Return a remark if the server did not get the default port, otherwise ""."""
     is_moved = config.interchange_server_port == "auto" and _port_of(url) != DEFAULT_PORT
     return f" (port {DEFAULT_PORT} was in use)" if is_moved else ""
 
@@ -146,7 +143,6 @@ def http_url(listener: socket.socket, *, tls: bool = False) -> str:
 
 
 def remote_url(url: str, host: str) -> str:
-    """Return the URL that other machines use for a server bound to `host`."""
     if host not in ("0.0.0.0", "::"):
         return url
     return f"http://{socket.gethostname()}:{_port_of(url)}"
@@ -158,7 +154,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 def bind_link(
     link: ServerLink, config: InterchangeConfig, run_dir: Path, previous: ServerInfo | None
 ) -> tuple[str, str]:
-    """Return the link's address here, and its keys' folder or "". Raises ConfigError."""
+    """Return the link's local address, and its key folder or "". Raises ConfigError."""
     if config.interchange_method == "ipc":
         return link.bind(f"ipc://{socket_path(run_dir, 'link.ipc')}"), ""
     host = _ip_address(config.link_host)
@@ -180,7 +176,6 @@ def needs_link_keys(config: InterchangeConfig) -> bool:
 def _bind_tcp(
     link: ServerLink, name: str, port: int, previous: ServerInfo | None, keys: ServerKeys | None
 ) -> str:
-    # Port 0 prefers the former port.
     former = _port_of(previous.link_address) if previous is not None and port == 0 else 0
     if former:
         try:

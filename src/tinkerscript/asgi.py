@@ -1,8 +1,7 @@
-"""Parts of every HTTP endpoint: `Caller`, direct routes, refusals, the body limit, and `SiteGuard`.
+"""Parts of every HTTP endpoint.
 
 A request gets one reply, and no status after a stream's first event. Every refusal has a reason and a status
-for the caller's retry logic, as a `RefusalResponse` or, under given path prefixes, in another API's form. If
-it asks for a retry, it says when.
+for the caller's retry logic. One that asks for a retry says when.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-COMMENT_EVERY_S = 10.0  # So that proxies keep a silent stream open.
+COMMENT_EVERY_S = 10.0  # Keeps proxies from closing a silent stream.
 KEEP_ALIVE = b": ping\n\n"
 
 CLIENT_CLOSED_REQUEST = 499
@@ -57,7 +56,7 @@ _EVENT_HEADERS = [
 ]
 
 
-LOST = "tinkerscript.lost"  # In a scope: a future that ends with the connection.
+LOST = "tinkerscript.lost"
 
 
 class CallerDisconnectedError(Exception): ...
@@ -68,13 +67,13 @@ class Caller:
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
         }
-        """By lower-case name. Of equal names the first counts."""
+        """Names are in lower case. The first of equal names counts."""
 
         self.streaming = False
-        """Events were sent, so an error must be an event too."""
+        """An error after the first event must be an event too."""
 
         self._disconnected: asyncio.Future[None] | None = scope.get(LOST)
-        # Without `LOST`, it watches for a disconnect.
+        # Without `LOST`, this task watches for a disconnect.
         self._watching: asyncio.Task[None] | None = None
         self._receive = receive
         self._send = send
@@ -93,18 +92,19 @@ class Caller:
             return await _whole_body(self._receive)
         except ClientDisconnect as error:
             raise CallerDisconnectedError from error
-        except HTTPException as error:  # From the body limit.
+        except HTTPException as error:
             raise GatewayError(error.status_code, "request_too_large", error.detail) from error
 
     def disconnected(self) -> asyncio.Future[None]:
-        """Return a future that completes when the caller disconnects. It may outlive the request, so remove
-        your callbacks."""
+        """Return a future that completes when the caller disconnects. It may outlive the request: remove your
+        callbacks.
+        """
         if self._disconnected is None:
             self._disconnected = self._watching = asyncio.create_task(_until_disconnect(self._receive))
         return self._disconnected
 
     async def is_disconnected(self) -> bool:
-        """Return whether the caller is gone. Call it before the reply, after which it is always true."""
+        """Call it before the reply, after which it is always true."""
         if self._disconnected is None:
             await asyncio.wait((self.disconnected(),), timeout=0)
         return self.disconnected().done()
@@ -115,9 +115,9 @@ class Caller:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`, or None if the caller disconnects, which cancels it."""
+        """A disconnect cancels `work` and returns None."""
         disconnected, working = self.disconnected(), True
-        # Without the loop, this would take a system call in Python 3.11.
+        # Without the loop, this takes a system call in Python 3.11.
         this = asyncio.current_task(disconnected.get_loop())
         assert this is not None
         if disconnected.done():
@@ -145,7 +145,6 @@ class Caller:
         await _send_json(self._send, body, status, headers)
 
     async def refuse(self, status: int, body: bytes) -> None:
-        """Send an error that controls the client's retries."""
         headers: dict[str, str] = {}
         if status in (429, 503):
             headers["Retry-After"] = str(RETRY_AFTER_S)
@@ -155,7 +154,6 @@ class Caller:
         await self.reply(body, status=status, headers=headers)
 
     async def send_events(self, events: bytes, *, last: bool = False) -> None:
-        """Send events. The first call starts the reply."""
         if not self.streaming:
             self.streaming = True
             start: Message = {"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS}
@@ -200,7 +198,7 @@ async def ask(
 ) -> WholeReply:
     """Ask an app in this process. Cancelling the call disconnects.
 
-    A defect is logged, not raised; the app has answered it with status 500.
+    A defect is logged, and the reply has status 500.
     """
     asked = urlsplit(url)
     named = {"host": asked.netloc, **{name.lower(): value for name, value in headers.items()}}
@@ -248,8 +246,6 @@ Responder = Callable[[Caller], Awaitable[None]]
 
 
 class Deferred(Response):
-    """Lets a responder send the reply to a route that FastAPI documents."""
-
     def __init__(self, answer: Responder) -> None:
         super().__init__()
         self._answer = answer
@@ -267,7 +263,7 @@ async def _serve(answer: Responder, scope: Scope, receive: Receive, send: Send) 
 
 
 FastHandler = Callable[..., Awaitable[BaseModel | Response]]
-"""`async (body: Model, request: Request) -> Model | Response`; `body` only if it is JSON."""
+"""`async (body: Model, request: Request) -> Model | Response`. A body that is not JSON is not passed."""
 
 Authorize = Callable[[Scope], None]  # Raises UnauthorizedError before the body is read.
 
@@ -287,7 +283,7 @@ def fast_router(routes: Mapping[str, FastRoute], *, tags: list[str]) -> APIRoute
 
 
 class _FastRequest(Request):
-    # The framework reads a body through two generators.
+    # The framework would read it through two generators.
     _whole: bytes | None = None
 
     async def body(self) -> bytes:
@@ -297,10 +293,9 @@ class _FastRequest(Request):
 
 
 class DirectRoutes:
-    """ASGI middleware that answers frequent requests and passes on the others.
+    """ASGI middleware that answers frequent requests itself.
 
-    FastAPI only documents them: its routing and validation would take longer than most
-    (`bench/interchange.py`).
+    FastAPI's routing and validation would take longer than most of these requests (`bench/interchange.py`).
     """
 
     def __init__(
@@ -383,7 +378,6 @@ RefusalBody = Callable[[int, str], dict[str, Any]]  # (status, reason) -> body
 
 class Refusals:
     def __init__(self, bodies: Mapping[str, RefusalBody]) -> None:
-        """`bodies` are by path prefix. The first match counts."""
         self._bodies = bodies
 
     def install(self, app: FastAPI) -> None:
@@ -394,7 +388,6 @@ class Refusals:
         return self.answer(request, error)
 
     def answer(self, request: Request, error: Exception) -> JSONResponse:
-        """Return the refusal. The framework also logs a defect's traceback."""
         match error:
             case UnauthorizedError():
                 return self.refuse(request, error.status, str(error))
@@ -435,8 +428,6 @@ def _explain(item: Mapping[str, Any]) -> str:
 
 
 class BodyLimit:
-    """ASGI middleware that refuses a body of more than `max_bytes` with status 413."""
-
     def __init__(self, app: ASGIApp, max_bytes: int, refusals: Refusals) -> None:
         self._app = app
         self._max_bytes = max_bytes
@@ -480,9 +471,8 @@ JSON = b"application/json"
 def problem_with_site(scope: Scope, *, any_host: bool) -> str:
     """Return why another site's page may have caused the request, or "".
 
-    Browsers send a request's origin, and the page's name for this server as Host. Only that name reveals a
-    page that resolves to this machine (DNS rebinding), so `any_host` must be false unless every request needs
-    a secret.
+    Browsers send the origin, and as Host the page's name for this server. Only that name reveals DNS
+    rebinding, so `any_host` requires a secret for every request.
     """
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"")
@@ -530,7 +520,7 @@ def is_loopback(host: str) -> bool:
 
 
 def problem_with_body(scope: Scope) -> str:
-    """Return why any web page could send this body, or "" for JSON."""
+    """Return why any web page could send this body, or ""."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type")
     if kind == JSON or scope["method"] in SAFE_METHODS:
@@ -545,8 +535,6 @@ def problem_with_body(scope: Scope) -> str:
 
 
 class SiteGuard:
-    """ASGI middleware against requests from other sites' pages."""
-
     def __init__(
         self,
         app: ASGIApp,
@@ -555,7 +543,7 @@ class SiteGuard:
         refusals: Refusals,
         binary: Collection[str] = (),
     ) -> None:
-        """`any_host` is as in `problem_with_site`. `binary` paths need a secret and need not take JSON."""
+        """`binary` paths need a secret but no JSON."""
         self._app = app
         self._any_host = any_host
         self._refusals = refusals

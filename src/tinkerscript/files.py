@@ -1,8 +1,4 @@
-"""Write files atomically, mark databases with their run, and read untrusted YAML.
-
-Readers see a file's old or new content, even if the writer dies. Reading YAML takes bounded time, runs no
-code, and returns plain data of bounded size or raises ConfigError.
-"""
+"""Write files atomically, mark databases with their run, and read untrusted YAML."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from tinkerscript.errors import ConfigError
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace a file's content. With `durable`, it is on disk when this returns."""
+    """Replace a file's content, which readers see whole. With `durable`, it is on disk when this returns."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
@@ -29,7 +25,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
                 file.flush()
                 os.fsync(file.fileno())
         draft.replace(path)
-    except BaseException:  # On a full disk a draft would take the last space.
+    except BaseException:  # On a full disk, a draft would take the last space.
         draft.unlink(missing_ok=True)
         raise
 
@@ -46,7 +42,7 @@ def sync(path: Path) -> None:
         os.close(opened)
 
 
-RUN_ID = "run_id"  # Repeated in the run's databases and checkpoints.
+RUN_ID = "run_id"
 LATEST_RUN = "latest"
 CONFIG_FILE = "config.yaml"
 LEDGER_FILE = "ledger.sqlite"
@@ -56,10 +52,7 @@ _STAMP_AT = 68
 
 
 def stamp(database: sqlite3.Connection, path: Path) -> None:
-    """Mark an unmarked database with its folder's run.
-
-    Call it before there is a write-ahead log, so that the mark is in the file.
-    """
+    """Mark a new database with its folder's run, before there is a write-ahead log."""
     with suppress(FileNotFoundError):
         run_id = (path.parent / RUN_ID).read_text(encoding="utf-8")
         if database.execute("PRAGMA application_id").fetchone() == (0,):
@@ -78,7 +71,7 @@ def _stamp_of(run_id: str) -> int:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error, or one that caused it, reports a full disk."""
+    """Return whether an error or its cause reports a full disk."""
     causes = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
     return (
         (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
@@ -93,7 +86,7 @@ def resolve_link(path: Path) -> Path:
 
 
 def check_private(path: Path, status: os.stat_result, *, prefix: str = "") -> None:
-    """Raise ConfigError, starting with `prefix`, if another user owns or can read the file."""
+    """Raise ConfigError if another user owns or can read the file."""
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(f"{prefix}{path} must be owned by this user and not readable by others (chmod 600)")
 
@@ -102,7 +95,7 @@ MAX_NODES = 100_000  # Aliases count at each use, which defuses YAML bombs.
 
 
 def load_yaml(text: str, *, source: str) -> Any:
-    """Raises ConfigError with `source` and the problem."""
+    """Return plain data, in bounded time and size, or raise ConfigError."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
@@ -116,7 +109,6 @@ def load_yaml(text: str, *, source: str) -> Any:
 
 
 def _expanded_size(node: yaml.Node, sizes: dict[int, int], source: str) -> int:
-    # Linear in the text, whatever the expanded size.
     known = sizes.get(id(node))
     if known is not None:
         if not known:

@@ -1,7 +1,7 @@
 """Convert a GGUF file to a trainable folder in Hugging Face format.
 
-transformers reads the weights, as float32. We build byte-level BPE tokenizers ourselves: transformers 5.5
-makes some of them CodeLlama's, which, once saved, no longer decode their own ids.
+We build byte-level BPE tokenizers because transformers 5.5 turns some into CodeLlama's, which no longer
+decode their own ids after saving.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tinkerscript.errors import ConfigError
 
 CACHE = Path.home() / ".cache" / "tinkerscript" / "gguf"
 
-CONTROL = 3  # GGUF's type of special tokens.
+CONTROL = 3  # GGUF's type for special tokens.
 
-# How Llama 3 and Qwen split text into words; they differ in digits per number.
+# How Llama 3 and Qwen split words. They differ in digits per number.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}|"
     r" ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,7 +41,6 @@ def _split(digits: str) -> list[Any]:
 
 _BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)
 
-# `tokenizer.ggml.pre` -> how to split text into words.
 PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
     "default": lambda: [_BYTE_LEVEL],
     "gpt-2": lambda: [_BYTE_LEVEL],
@@ -52,7 +51,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
 
 
 def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
-    """Return the folder, made at first use and kept in `CACHE`. Raises ConfigError."""
+    """Return the folder, made once and kept in `CACHE`. Raises ConfigError."""
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     folder = CACHE / f"{file.stem}-{digest[:12]}"
@@ -64,8 +63,7 @@ def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
 def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> None:
     """Write weights, config and tokenizer, atomically even with several processes.
 
-    `note` is called before the weights are read, half a minute for a small model. Raises ConfigError for an
-    unreadable file.
+    Raises ConfigError for an unreadable file.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".gguf-") as scratch:

@@ -1,7 +1,7 @@
-"""uvicorn with limits on connections, for the server, its gateway processes, the page and the engine.
+"""uvicorn with limits on connections.
 
-Slow or idle connections cannot keep others out: one without a running answer, or with a client that does not
-read, can be closed. Arriving requests and unread answers are bounded in bytes and time.
+Slow or idle connections cannot keep others out. Unfinished requests and unread answers are bounded in bytes
+and time.
 """
 
 from __future__ import annotations
@@ -24,22 +24,19 @@ from tinkerscript.config import InterchangeConfig
 from tinkerscript.lifecycle import GRACE_S
 from tinkerscript.limits import HEAD, PIPELINED
 
-OTHER_FILES = 96  # Needed besides HTTP connections.
+OTHER_FILES = 96  # Files that are not HTTP connections.
 MIN_CONNECTIONS = 32
 
-# Longer than clients' (httpx and openai: 5 s), or they might send a request on a closing connection.
+# Clients keep connections for 5 s (httpx, openai) and might otherwise use a closing connection.
 KEEP_ALIVE_S = 75
 
-# Linux doubles it. We notice a client's reading in such steps: with the default of megabytes, slow readers
-# would look stopped.
+# Linux doubles it. With its default of megabytes, slow readers would look stopped.
 KERNEL_BYTES = 2**18
 
-REQUEST_LINE_BYTES = 32  # Method, HTTP version and the end of the head.
+REQUEST_LINE_BYTES = 32
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server that leaves signals and shutdown to its owner."""
-
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
@@ -61,7 +58,6 @@ def http_server(
     grace_s: int = GRACE_S,
     limits: ConnectionLimits | None = None,
 ) -> HttpServer:
-    """`grace_s`: seconds for open requests at shutdown."""
     return HttpServer(
         uvicorn.Config(
             app,
@@ -81,7 +77,6 @@ def http_server(
 
 
 def connections_allowed() -> int:
-    """Return how many connections the limit on open files allows."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(MIN_CONNECTIONS, files - OTHER_FILES)
 
@@ -89,10 +84,10 @@ def connections_allowed() -> int:
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     header_s: float = 10.0
-    """Seconds for a request's head, from its first byte or the connection's start."""
+    """Seconds for a request's head."""
 
     body_s: float = 60.0
-    """Seconds for a request's body, and for the client to read any of a waiting answer."""
+    """Seconds for a request's body, and between a client's reads of an answer."""
 
     connections: int = field(default_factory=connections_allowed)
     """Beyond this, the longest-waiting connection is closed."""
@@ -130,7 +125,7 @@ def guarded_protocol(limits: ConnectionLimits) -> type[GuardedProtocol]:
 class GuardedProtocol(HttpToolsProtocol):
     _limits: ConnectionLimits
     _waiting: dict[GuardedProtocol, None]
-    """Connections without a running answer, longest-waiting first."""
+    """Connections without a running answer, the longest-waiting first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -138,15 +133,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head, self._in_body = True, False
         self._lost: asyncio.Future[None] = self.loop.create_future()
         self._timer = self.loop.call_later(self._limits.header_s, self._time_out)
-        self._timed: bool | None = False  # For a body; None without a timer.
+        self._timed: bool | None = False  # None without a timer for the body.
         self._arrived = 0
-        """Bytes since the parser finished a head or delivered part of a body."""
+        """Bytes since the last head or part of a body."""
 
         self._advanced = False
         self._refusal = BAD
         self._unread = 0
-        self._reader_timer: asyncio.TimerHandle | None = None  # Runs while the client must read.
-        self._holds_back = False  # Wait until the client reads a complete answer.
+        self._reader_timer: asyncio.TimerHandle | None = None
+        self._holds_back = False  # Waits until the client reads the answer.
         self._waiting[self] = None
         if len(self.connections) > self._limits.connections:
             next(iter(self._waiting))._end(TOO_MANY)
@@ -163,7 +158,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._advanced:
             self._advanced, self._arrived = False, 0
-        elif self._arrived > HEAD.limit + REQUEST_LINE_BYTES:  # An endless head, or trailers.
+        elif self._arrived > HEAD.limit + REQUEST_LINE_BYTES:  # The head, or its trailers, does not end.
             self._end(TOO_LONG)
         # Most requests arrive whole.
         expected = self._in_body if self._in_head or self._in_body else None
@@ -233,7 +228,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def _await_reader(self) -> None:
-        """Start the timer: the client must read before we continue or close."""
+        """Require that the client read before we continue or close."""
         if self._lost.done():
             return
         self._waiting.setdefault(self)

@@ -1,7 +1,4 @@
-"""Start and end processes: imports, file locks, the parent's death, signals, hard exits.
-
-A lock is released however its process dies. A child without its parent soon ends, even if its code hangs.
-"""
+"""Start and end processes: imports, file locks, the parent's death, signals, hard exits."""
 
 from __future__ import annotations
 
@@ -21,28 +18,27 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 INTERRUPTED = 130  # Exit code after SIGINT or SIGTERM.
-DISK_FULL = errno.ENOSPC  # Exit code after which a restart would not help.
+DISK_FULL = errno.ENOSPC  # Exit code that tells our parent not to restart us.
 STOP_WITHIN_S = 5.0  # After SIGINT or SIGTERM.
-GRACE_S = 5  # For open requests at shutdown; after twice that, a hard exit.
-ORPHAN_GRACE_S = 3.0  # An orphan must end within this.
+GRACE_S = 5  # Time for open requests at shutdown. A hard exit follows after twice that.
+ORPHAN_GRACE_S = 3.0
 
 # New objects per collection, collections per collection of survivors, and practically no full ones. The first
-# is low because it counts created minus freed objects of any age: freed old ones hide new ones.
+# counts created minus freed objects of any age, so it is low: freed old ones hide new ones.
 COLLECTOR_THRESHOLDS = (100, 0, 1_000_000_000)
 
 
 def exit_disk_full() -> NoReturn:
     """Exit with `DISK_FULL`.
 
-    Python would flush standard output and error at exit, and return 120 if the log is on the full disk, so
-    both are dropped first.
+    Drop standard output and error first: flushing them to a full disk at exit would make the code 120.
     """
     sys.stdout = sys.stderr = None
     raise SystemExit(DISK_FULL)
 
 
 def try_lock(path: Path) -> IO[str] | None:
-    """Return an open file that holds the lock, or None if another process has it."""
+    """Return an open file with the lock, or None if it is taken. The process's end releases it."""
     file = path.open("w", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,23 +56,22 @@ def hold_lock(path: Path) -> Generator[None]:
 
 
 class ProcessId(NamedTuple):
-    """A process that is recognizable even after its pid is reused."""
+    """A process, recognizable even after its pid is reused."""
 
     host: str
     pid: int
-    started: int  # In ticks since boot; 0 if unknown.
+    started: int  # Ticks since boot, 0 if unknown.
 
     @staticmethod
     def own() -> ProcessId:
         return ProcessId(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or 0)
 
     def is_gone(self) -> bool:
-        """Return whether the process has ended. Those of other machines count as alive."""
+        """Return whether the process has ended. Other machines' processes count as alive."""
         return self.host == socket.gethostname() and _start_of(self.pid) != self.started
 
 
 def _start_of(pid: int) -> int | None:
-    """Return None if the process has ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -95,15 +90,15 @@ def _is_alive(pid: int) -> bool:
 
 
 def own_command(name: str, *arguments: str) -> list[str]:
-    """Return a command that ends with us. Its standard input must be a pipe from us."""
+    """Return a command that ends with us. Its standard input must be our pipe."""
     return [sys.executable, "-m", "tinkerscript", name, *arguments, "--exit-with-parent"]
 
 
 def shorten_collections() -> None:
     """Restrict the garbage collector to new objects.
 
-    For servers with millions of long-lived objects and no reference cycles per request: full collections
-    would be the slowest percent of calls in `bench/gateway.py`.
+    Servers have millions of long-lived objects and no reference cycles per request. Full collections would be
+    the slowest percent of calls in `bench/gateway.py`.
     """
     gc.collect()
     gc.freeze()
@@ -113,20 +108,17 @@ def shorten_collections() -> None:
 def collect_less_often() -> None:
     """Let more new objects accumulate.
 
-    An Inspect episode creates thousands that live until its end. Frequent collections would take a sixth of
-    its time.
+    An Inspect episode keeps thousands until its end, and frequent collections would take a sixth of its time.
     """
     gc.set_threshold(5_000, 20, 20)
 
 
 def collect_everything() -> None:
-    """Free what `shorten_collections` retains."""
     gc.unfreeze()
     gc.collect()
 
 
 def exit_hard_after(seconds: float, code: int = 1) -> None:
-    """End this process after `seconds`, even if it hangs."""
     timer = threading.Timer(seconds, os._exit, args=(code,))
     timer.daemon = True
     timer.start()
@@ -140,7 +132,7 @@ def when_parent_ends(stop: Callable[[], object]) -> None:
     loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def watch() -> None:
-        # In a buffered read it would hold a lock at which the interpreter's shutdown fails.
+        # A buffered read would hold a lock at which the interpreter's shutdown fails.
         while os.read(stdin, 4096):
             pass
         exit_hard_after(ORPHAN_GRACE_S)
@@ -153,8 +145,8 @@ def when_parent_ends(stop: Callable[[], object]) -> None:
 def run_until_interrupted(work: Coroutine[Any, Any, int], *, exit_with_parent: bool = False) -> int:
     """Run `work` and return its exit code, or 130 after a signal.
 
-    SIGINT, SIGTERM and, with `exit_with_parent`, the parent's end cancel `work`. After `STOP_WITHIN_S`, or at
-    a second signal, the process exits hard.
+    SIGINT, SIGTERM and, with `exit_with_parent`, the parent's end cancel `work`. After `STOP_WITHIN_S` or a
+    second signal, the process exits hard.
     """
 
     async def main() -> int:
@@ -202,7 +194,7 @@ def last_lines(log: Path, number: int = 8) -> str:
 
 @contextmanager
 def without_garbage_collection() -> Generator[None]:
-    """Import without garbage collection, which takes a sixth less time."""
+    """Import a sixth faster."""
     gc.disable()
     try:
         yield
@@ -212,7 +204,7 @@ def without_garbage_collection() -> Generator[None]:
 
 
 async def stop_child(child: Process, grace_s: float) -> None:
-    """Close the child's standard input, and kill its process group after `grace_s`, or if cancelled.
+    """Close the child's standard input, and kill its process group after `grace_s` or if cancelled.
 
     The child must lead its group. It has ended even if this raises.
     """

@@ -1,9 +1,7 @@
-"""One table of bounds: what a key's holder may send, and make others hold.
+"""The bounds on all that a key's holder may send and make others hold.
 
-The holder of a client's token or a claim's key is a stranger to the run, so everything it sends is bounded:
-each part of a request, its claims' totals, and what is in flight. Anything beyond is refused before any of it
-is stored, naming the bound, its limit and the remedy. `docs/protocol.md` shows the table, and `make chaos`
-tests every bound.
+Such a client is a stranger to the run. Anything beyond a bound is refused before it is stored, with the bound
+and the remedy. `docs/protocol.md` shows the table, and `make chaos` tests every bound.
 """
 
 from __future__ import annotations
@@ -21,20 +19,18 @@ Status = Literal[200, 400, 403, 413, 422, 429, 431]
 
 
 class Bound(NamedTuple):
-    """A row of the table, and its refusal."""
-
     name: str
-    """The bounded field, or the setting with the bound."""
+    """A bounded field or setting."""
 
-    limit: int  # 0: the setting `name` decides.
+    limit: int  # 0 if the setting `name` decides.
     unit: str
     status: Status
-    scope: str  # What each limit applies to.
+    scope: str
     remedy: str = ""
     code: str = "limit_exceeded"
 
     def check(self, amount: int, where: str = "") -> None:
-        """Raise GatewayError beyond the limit. `where` is the place in the request."""
+        """Raise GatewayError beyond the limit. `where` names the place in the request."""
         if amount > self.limit:
             raise self.refusal(amount, where)
 
@@ -45,7 +41,7 @@ class Bound(NamedTuple):
 
 
 BOUNDS: dict[str, Bound] = {}
-SECTION = "interchange_server"  # Of the settings.
+SECTION = "interchange_server"
 
 
 def _bound(
@@ -65,7 +61,7 @@ def _setting(name: str, unit: str, status: Status, scope: str) -> Bound:
     return _bound(name, 0, unit, status, scope)
 
 
-# The parser copies a header with each arriving piece, so long ones take quadratic time.
+# Long heads take quadratic time because the parser copies the head with each piece.
 HEAD = _bound("request head", 2**16, "bytes of path and headers", 431, "request", "send shorter headers")
 
 BODY = _bound("request body", 2**24, "bytes", 413, "request")
@@ -115,12 +111,12 @@ _OVER = "end or abort the episode"
 
 CALLS = _bound("calls of a claim", 10_000, "recorded choices", 403, _CLAIM, _OVER, "claim_limit_exceeded")
 _setting(f"{SECTION}.max_tokens_per_claim", "sampled tokens", 403, _CLAIM)
-# Far below the link's message limit, because a result travels with its claim's calls.
+# Below the link's message limit, because a result travels with its claim's calls.
 RECORDED_BYTES = _bound(
     "recorded bytes", 2**27, "bytes of messages and ids", 403, _CLAIM, _OVER, "claim_limit_exceeded"
 )
 
-# Refused or failed, unless the engine was away or busy.
+# Calls count unless the engine was away or busy.
 FAILED_CALLS = _bound("failed calls", 1000, "model calls", 403, _CLAIM, _OVER, "claim_limit_exceeded")
 
 CALLS_AT_ONCE = _bound(
@@ -142,7 +138,7 @@ METADATA_DEPTH = _bound("metadata nested", 64, "levels", 422, _RESULT)
 FAILURE_KIND = _bound("failure.kind", 200, "characters", 422, "failure")
 
 
-ID_CHARS = 200  # Of a uuid, a client's name or a task's id.
+ID_CHARS = 200  # For uuids, clients' names and task ids.
 
 _bound("client_uuid", ID_CHARS, "characters", 422, "request")
 _bound("claim_request_id", ID_CHARS, "characters", 422, "request")
@@ -169,33 +165,31 @@ POOL_BYTES = _bound("payloads of the pool", 2**28, "bytes as JSON", 429, "client
 POOL_EPISODES = _bound("episodes of the pool", 20_000, "unfinished episodes", 429, "client's own pool")
 ALL_POOLS_BYTES = _bound("memory of all pools", 2**30, "bytes", 429, "server")
 
-# Without it, a client with the shared token could fill the server with tiny episodes.
+# Otherwise a client with the shared token could fill the server with tiny episodes.
 EPISODE_BYTES = 2**12
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Totals of a server that allows less than the table."""
-
     calls: int = CALLS.limit  # Per claim.
     claims: int = CLAIMS.limit  # Per client.
     pool_episodes: int = POOL_EPISODES.limit
     all_pools_bytes: int = ALL_POOLS_BYTES.limit
 
 
-# These are cut or left out, not refused.
+# These are cut or left out instead of refused.
 
 REASON_CHARS = 4000  # Of errors and failures.
-CLAIMED_BYTES = 2**24  # Payloads in one claim reply; the next request gets the rest.
-PIPELINED = 16  # Queued requests, before a connection is closed.
+CLAIMED_BYTES = 2**24  # The next request gets the remaining payloads.
+PIPELINED = 16  # More queued requests close the connection.
 
 # Responses of a served model, for `previous_response_id`. The least recently used go first.
 KEPT_CALLS = 10_000
 KEPT_BYTES = 2**28
 KEPT_S = 86_400  # Since the last use.
 
-LOG_LINES = 100  # Warnings per minute and kind; the last one says so.
-LOG_CHARS = 4000  # Of a message.
+LOG_LINES = 100  # Per minute and kind.
+LOG_CHARS = 4000
 
 
 def depth_is_beyond(value: object, limit: int) -> bool:

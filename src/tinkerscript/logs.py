@@ -1,7 +1,7 @@
 """Logs of our processes: lines for people or JSON, with run, episode and claim.
 
-`about(...)` labels a block's records, including those of libraries and a user's rollout. No text can forge a
-record: control characters are escaped and continuation lines indented. Tokens and keys are never shown.
+No text can forge a record: control characters are escaped and continuation lines indented. Tokens and keys
+are never shown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ _NOTHING: Mapping[str, object] = MappingProxyType({})
 _about: ContextVar[Mapping[str, object]] = ContextVar("about", default=_NOTHING)
 _of_process: dict[str, object] = {}
 
-# Claim keys, bearer tokens, and users and passwords in URLs.
 _KEYS = re.compile(r"\bts-[\w-]+\.\d+\.[\w-]+|(?<=Bearer )\S+|(?<=://)[^/\s:@]*:[^/\s@]+(?=@)")
 
 _SECRET_NAME = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD)$")
@@ -55,7 +54,7 @@ def now_about(
 
 @contextmanager
 def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "") -> Generator[None]:
-    """Label this block's records and those of everything it starts."""
+    """Label the records of this block and everything it starts."""
     token = _about.set(_about.get())
     now_about(run=run, episode=episode, attempt=attempt, client=client)
     try:
@@ -65,7 +64,7 @@ def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "
 
 
 def start_logging(format: LogFormat | None = None, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Log to standard error, in `format` or as the environment says. Does nothing the second time."""
+    """Log to standard error, in `format` or as the environment says. A second call does nothing."""
     if not logging.getLogger().handlers:
         log_to(sys.stderr, "json" if (format or environ.get(FORMAT)) == "json" else "text", environ=environ)
 
@@ -77,14 +76,13 @@ def log_to(stream: IO[str], format: LogFormat, *, environ: Mapping[str, str] = o
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    for library in ("httpx", "httpx2"):  # They log every request. OpenAI's client uses the second.
+    for library in ("httpx", "httpx2"):  # They log every request.
         logging.getLogger(library).setLevel(logging.WARNING)
     return handler
 
 
 @contextmanager
 def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
-    """Append this block's records to a file."""
     root, level = logging.getLogger(), logging.getLogger().level
     with path.open("a", encoding="utf-8") as file, about(run=run):
         handler = log_to(file, format)
@@ -96,7 +94,6 @@ def logged_to(path: Path, format: LogFormat, *, run: str) -> Generator[None]:
 
 
 def secrets_of(environ: Mapping[str, str]) -> list[str]:
-    """Return the values of variables named like tokens, keys or passwords."""
     return [
         value
         for name, value in environ.items()
@@ -105,7 +102,7 @@ def secrets_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """Return the labels of the record, else of its task or its process."""
+    """Return the labels of the record, else of its task or process."""
     known = {**_of_process, **_about.get(), **vars(record)}
     return {name: known[name] for name in FIELDS if name in known}
 
@@ -114,7 +111,7 @@ MORE_LEFT_OUT = " (further lines like this one are left out for a minute)"
 
 
 class FloodFilter(logging.Filter):
-    """Limits warnings of a kind per minute, so they cannot fill the disk."""
+    """Limits warnings per kind and minute, so that they cannot fill the disk."""
 
     def __init__(self, lines: int = LOG_LINES, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -160,7 +157,7 @@ class _Formatter(logging.Formatter):
 
 
 class TextFormatter(_Formatter):
-    """`2026-01-31 12:00:00,123 INFO tinkerscript.server: what happened [run=r episode=e attempt=1]`."""
+    """Formats `2026-01-31 12:00:00,123 INFO tinkerscript.server: message [run=r episode=e attempt=1]`."""
 
     def format(self, record: logging.LogRecord) -> str:
         shown = {name: value for name, value in fields_of(record).items() if name != "claim"}
@@ -172,8 +169,9 @@ class TextFormatter(_Formatter):
 
 
 class JsonFormatter(_Formatter):
-    """An object with `time` (ISO 8601, UTC), `level`, `logger`, `message`, `pid`, the fields, and
-    `traceback`."""
+    """Formats an object with `time` (ISO 8601, UTC), `level`, `logger`, `message`, `pid`, labels, and
+    `traceback`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         values: dict[str, object] = {
@@ -190,6 +188,5 @@ class JsonFormatter(_Formatter):
 
 
 def escaped(text: str) -> str:
-    """Escape as Python does, into one line."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

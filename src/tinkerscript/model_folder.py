@@ -1,8 +1,6 @@
 """Read a model's folder without weights, torch or transformers.
 
-It has Hugging Face's layout: `config.json`, `tokenizer.json` and optionally `generation_config.json`,
-`tokenizer_config.json`, a chat template and weights. A LoRA adapter has PEFT's `adapter_config.json` instead
-of a config.
+It has Hugging Face's layout, or holds a LoRA adapter with PEFT's `adapter_config.json`.
 """
 
 from __future__ import annotations
@@ -52,7 +50,6 @@ _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 # The second is GPT-2's, the third MPT's.
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
-# With an optional branch, tag or commit.
 _HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -61,14 +58,13 @@ logger = logging.getLogger(__name__)
 
 
 def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
-    """Return the folder of `model`: `tiny`, a path, a URL, or an id of the Hugging Face Hub.
+    """Return the folder of `model`: `tiny`, a path, a URL, or a Hugging Face id.
 
-    A path names a folder or a GGUF file, which is unpacked into one. A URL names a run's checkpoint. An id is
-    `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`, unless that is a local folder. Only the needed files are
-    fetched, with the weights if `weights`; HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` is
-    called before the hub is asked: once per process, and not for a cached commit.
+    A path names a folder or a GGUF file. A URL names a run's checkpoint. An id is `Qwen/Qwen3-8B` or
+    `Qwen/Qwen3-8B@REVISION`; a local folder of that name comes first. Only the needed files are fetched.
+    HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` announces a download once per process.
 
-    Raises ConfigError for a model that lacks config or tokenizer or cannot be fetched.
+    Raises ConfigError if the model lacks a config or tokenizer or cannot be fetched.
     """
     if is_url(model):
         model = str(fetched_checkpoint(model, note=note))
@@ -93,7 +89,7 @@ def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
         return folder
     if folder.suffix == ".gguf" and folder.is_file():
         try:
-            from tinkerscript.gguf_file import folder_of_gguf  # Needs torch, which servers lack.
+            from tinkerscript.gguf_file import folder_of_gguf  # It needs torch, which servers lack.
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"engine.model: reading {model!r} needs {error.name}; run pip install 'tinkerscript[engine]'"
@@ -120,13 +116,13 @@ def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> st
 
 
 def same_model(one: str, other: str) -> bool:
-    """Compare two names. One without a commit matches any commit."""
+    """A name without a commit matches any commit."""
     names = {one.partition("@")[0], other.partition("@")[0]}
     return one == other or (len(names) == 1 and names <= {one, other})
 
 
 def hub_id_of(folder: Path) -> str | None:
-    """Return the hub id of a folder `models--OWNER--NAME/snapshots/COMMIT` in the cache."""
+    """Return the id of `models--OWNER--NAME/snapshots/COMMIT` in the hub's cache."""
     owner, separator, name = folder.parent.parent.name.removeprefix("models--").partition("--")
     in_cache = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return f"{owner}/{name}" if in_cache and separator else None
@@ -139,7 +135,7 @@ def base_of_folder(folder: Path) -> tuple[str, str | None]:
 
 
 def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) -> Path | None:
-    """Return the folder, with weights, of an adapter's base; None if `folder` is no adapter.
+    """Return the folder, with weights, of an adapter's base, or None if `folder` is no adapter.
 
     Raises ConfigError if the base is missing.
     """
@@ -155,11 +151,10 @@ def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) 
 
 
 def model_name(folder: Path) -> str:
-    """Return the hub id, or the folder's name."""
     return hub_id_of(folder) or folder.name
 
 
-# By id, revision, and whether with weights.
+# Keys: id, revision, and whether with weights.
 _snapshots: dict[tuple[str, str | None, bool], Path] = {}
 
 
@@ -257,7 +252,7 @@ def vocabulary_of(folder: Path) -> int:
 
 
 def stop_ids_of(folder: Path) -> frozenset[int]:
-    """Return the ids that end generation, from generation_config.json or else config.json."""
+    """Read generation_config.json, or else config.json."""
     base = base_of_adapter(folder) or folder
     declared = read_json(base / "generation_config.json").get("eos_token_id")
     if declared is None:
@@ -279,7 +274,7 @@ def eos_token_of(folder: Path) -> str | int | None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Return config.json, for an adapter its base's, empty without one. Raises ConfigError."""
+    """For an adapter, return its base's config. Raises ConfigError."""
     return read_json((base_of_adapter(folder) or folder) / "config.json")
 
 
@@ -289,7 +284,7 @@ def reads_images(folder: Path) -> bool:
 
 
 def text_config(folder: Path) -> dict[str, Any]:
-    """Return config.json, or its part about text. Raises ConfigError."""
+    """Return the config, or its part about text. Raises ConfigError."""
     path = (base_of_adapter(folder) or folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: there is no such file")
@@ -299,7 +294,7 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, empty if the file is missing. Raises ConfigError for other content."""
+    """Return an empty object if the file is missing. Raises ConfigError for other content."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

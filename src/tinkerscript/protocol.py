@@ -1,8 +1,4 @@
-"""HTTP messages between clients and the interchange server, as pydantic models. No I/O.
-
-Names and meanings of the protocol's first version are kept. Requests and replies may have unknown fields,
-which are ignored. Times are in seconds.
-"""
+"""HTTP messages between clients and the interchange server. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -80,7 +76,7 @@ __all__ = [
 ]
 
 EpisodeType = Literal["train", "eval"]
-"""`train` episodes may train; `eval` episodes are only scored."""
+"""Results of `eval` episodes are only scored."""
 
 ClaimType = Literal["train", "eval", "any"]
 
@@ -93,64 +89,62 @@ EngineStatus = Literal[
 ]
 
 NO_EPISODES = "No available episodes to claim."  # Clients of the first version wait when they read this.
-WEIGHT_SYNCING = "Engine is syncing weights"  # `fail_cause` of a claim while weights are published.
-RUN_FINISHED = "The run is finished."  # `fail_cause` of a claim after the run.
+WEIGHT_SYNCING = "Engine is syncing weights"
+RUN_FINISHED = "The run is finished."
 
 HANDED_BACK = "worker_stopped"
-"""Failure kind of an episode that a stopping client hands back. Such an attempt does not count against
-`max_attempts` or the client, unless it happens very often."""
+"""Failure kind of an episode that a stopping client hands back. Such an attempt usually does not count
+against `max_attempts` or the client.
+"""
 
 DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
 
-# Bound of the counters in a worker's report about itself.
 
-# Environment variable that gives workers and clients the server's URL.
 SERVER_URL = "TINKERSCRIPT_SERVER_URL"
 
-# The name by which every program can request the model being trained.
 POLICY = "policy"
 
-# The pool of the episodes that the trainer registered.
 TRAINER_POOL = ""
 
 EpisodeId = Annotated[str, Field(min_length=1, max_length=limits.ID_CHARS)]
 
 
 class Message(BaseModel):
-    """Base of all messages. Unknown fields are accepted and dropped."""
+    """Unknown fields are dropped."""
 
     model_config = ConfigDict(extra="ignore", use_attribute_docstrings=True)
 
 
 class Failure(Message):
-    """Why an attempt at an episode ended without a result."""
+    """Why an attempt ended without a result."""
 
     kind: str
-    """Stable identifier. Clients send `aborted`, `task_error`, `worker_stopped`, or one they choose; the
-    server adds `lease_expired`, `claim_expired`, `worker_died`, `client_gone`, `client_stopped`,
-    `cancelled`, `bad_payload` and `undeliverable`."""
+    """Stable identifier. Clients send `aborted`, `task_error`, `worker_stopped`, or their own; the server
+    adds `lease_expired`, `claim_expired`, `worker_died`, `client_gone`, `client_stopped`, `cancelled`,
+    `bad_payload` and `undeliverable`.
+    """
 
     message: Annotated[str, AfterValidator(lambda text: text[: limits.REASON_CHARS])] = ""
-    """Human-readable description, cut at 4,000 characters."""
+    """Description for people, cut at 4,000 characters."""
 
     attempt: int = 0
-    """Number of the claim. 0: the episode was not claimed."""
+    """Number of the claim; 0 if the episode was not claimed."""
 
     client_uuid: str = ""
-    """Owner of that claim. Empty: the episode was not claimed."""
+    """Owner of the claim; empty if the episode was not claimed."""
 
 
 def failure_line(error: BaseException) -> str:
-    """The last line of a traceback, such as `ZeroDivisionError: division by zero`, for `Failure.message`."""
+    """Return a line such as `ZeroDivisionError: division by zero`."""
     line = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, BaseExceptionGroup):
         line += f"; the first: {failure_line(error.exceptions[0])}"
-    # Cut and cleaned of lone surrogates: a failure that cannot be sent would end more than its own episode.
+    # Lone surrogates are replaced: a failure that cannot be sent would end more than its episode.
     return line[: limits.REASON_CHARS].encode(errors="replace").decode()
 
 
 def _flat_metrics(value: object) -> object:
-    """Flatten metrics: a list becomes its mean, and an object in an object `outer/inner`."""
+    """A list becomes its mean, and an object in an object `outer/inner`."""
     if isinstance(value, list):
         value = {str(number): item for number, item in enumerate(cast("list[object]", value))}
     if not isinstance(value, dict):
@@ -182,8 +176,7 @@ def _numbers(metrics: dict[str, object], prefix: str, depth: int) -> Iterator[tu
 
 
 def call_id_of(reply_id: str) -> str:
-    """The call's id in a reply's id, which has a prefix that depends on the format: `chatcmpl-ID`,
-    `msg_ID`."""
+    """Drop the prefix, as in `chatcmpl-ID` or `msg_ID`."""
     return _REPLY_PREFIX.sub("", reply_id)
 
 
@@ -191,7 +184,7 @@ _REPLY_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|msg_|resp_)")
 
 
 def _by_call(value: object) -> object:
-    """Key rewards by call id. Raises ValueError for two rewards of one call."""
+    """Raise ValueError if a call has two rewards."""
     if not isinstance(value, dict):
         return {} if value is None else value
     given = cast("dict[str, object]", value)
@@ -205,44 +198,46 @@ class WorkflowOutput(Message):
     """Result of an episode, as a rollout program returns it."""
 
     reward: float | list[float] | None = None
-    """Higher is better; at most 1e6 in magnitude. A list is summed. `/end_episode` refuses null: an
-    attempt without a reward is a failure (`/abort_episode`)."""
+    """Higher is better; at most 1e6 in magnitude. A list is summed. `/end_episode` refuses null, because an
+    attempt without a reward is a failure (`/abort_episode`).
+    """
 
     is_success: bool | None = None
-    """Whether the attempt solved its sample; null if the question does not apply."""
+    """Whether the attempt solved its sample; null if that does not apply."""
 
     call_rewards: Annotated[dict[str, float], BeforeValidator(_by_call)] = Field(default_factory=dict)
-    """Rewards of single calls of the policy, by the `id` of the reply. The episode's reward is their sum
-    plus `reward`, which is optional then."""
+    """Rewards of single calls of the policy, by the reply's `id`. The episode's reward is their sum plus
+    `reward`, which is then optional.
+    """
 
     role_rewards: dict[str, float] = Field(default_factory=dict)
-    """Rewards by role, for policies that train together. A role's entry replaces `reward`, also for
-    `policy`. At most 1e6 in magnitude each."""
+    """Rewards by role, for policies that train together. A role's entry replaces `reward`, also for `policy`.
+    At most 1e6 in magnitude each.
+    """
 
     metadata: dict[str, JsonValue] = Field(default_factory=dict)
-    """Anything to keep with the result. The whole output may have 1 MiB as JSON."""
+    """Anything to keep. The whole output may have 1 MiB as JSON."""
 
     log_metrics: Annotated[dict[str, float], BeforeValidator(_flat_metrics)] = Field(default_factory=dict)
-    """Numbers for the trainer to average and log, at most 1e15 in magnitude. A list becomes its mean, and
-    an object in an object `outer/inner`."""
+    """Numbers for the trainer to average and log, at most 1e15 in magnitude. A list becomes its mean, and an
+    object in an object `outer/inner`.
+    """
 
 
 class RegisterEpisodeRequest(Message):
     """`POST /register_episode`: register an episode of a sample. Idempotent.
 
-    A client registers into its own pool, which has the name of its `client_uuid`; the admin may use any
-    pool. The trainer registers over its link instead.
+    A client registers into the pool with the name of its `client_uuid`; the admin may use any pool.
     """
 
     episode_uuid: EpisodeId
     """Unique across all pools."""
 
     client_uuid: str = Field(default="", max_length=limits.ID_CHARS)
-    """Who registers, and so the name of the pool. Only the admin may leave it empty, for the trainer's
-    pool."""
+    """Who registers, and the pool's name. Only the admin may leave it empty (the trainer's pool)."""
 
     episode_type: EpisodeType = "train"
-    """Whether the episode's result may train."""
+    """Whether the result may train."""
 
     task_id: str = Field(default="", max_length=limits.ID_CHARS)
     """Identifies the sample. Episodes of a pool with the same `task_id` form a group."""
@@ -251,11 +246,12 @@ class RegisterEpisodeRequest(Message):
     """Full name of the group. Empty: derived from pool and `task_id`."""
 
     group_size: int = Field(default=0, ge=0, le=limits.GROUP_SIZE.limit)
-    """Number of episodes in the group. 0: the trainer's `training.group_size`."""
+    """Episodes in the group. 0: the trainer's `training.group_size`."""
 
     copies: int = Field(default=1, ge=1, le=limits.COPIES.limit)
-    """Episodes to register for the same sample, for several clients: this one, then `EPISODE#2` and so on.
-    They form a group of that size unless `group_size` is set."""
+    """Episodes to register for the same sample: this one, then `EPISODE#2` and so on. They form a group of
+    that size unless `group_size` is set.
+    """
 
     payload: dict[str, JsonValue] = Field(default_factory=dict)
     """Data for the client that claims the episode, such as its sample."""
@@ -303,17 +299,17 @@ class RegisterEpisodesResponse(Message):
     """Uuid -> reason, for the others."""
 
     retry_after_s: float = 0.0
-    """Seconds to wait before sending the refused episodes again. 0 unless a quota is the only reason."""
+    """Seconds to wait before sending the refused episodes again; 0 unless a quota is the only reason."""
 
 
 class _OfAClaim(Message):
-    """Base of the requests about a claim, which the key in `Authorization: Bearer` identifies."""
+    """A request about a claim, which the key in `Authorization: Bearer` identifies."""
 
     client_uuid: str = ""
-    """Who asks. Not checked: the key alone counts."""
+    """Who asks. Not checked: only the key counts."""
 
     episode_uuid: str = ""
-    """The episode, or the alias it was claimed under. Optional; if given, it must be the key's."""
+    """The episode or the alias it was claimed under. Optional; if given, it must be the key's."""
 
 
 class IsEpisodeClaimedRequest(Message):
@@ -323,7 +319,7 @@ class IsEpisodeClaimedRequest(Message):
     """Who asks. Not checked."""
 
     episode_uuid: str
-    """The episode, or the alias of one of its claims."""
+    """The episode, or the alias of a claim."""
 
 
 class IsEpisodeClaimedResponse(Message):
@@ -333,7 +329,7 @@ class IsEpisodeClaimedResponse(Message):
     """Whether a client holds the episode now; for an alias, whether that claim does."""
 
     episode_status: str = ""
-    """Its state. Empty if the server does not hold the episode."""
+    """The episode's state; empty if the server does not have it."""
 
 
 class ReplayLatestCallRequest(_OfAClaim):
@@ -356,7 +352,7 @@ class ReplayLatestCallResponse(Message):
     """Id of the call."""
 
     policy_version: int
-    """Version of the weights that sampled the call."""
+    """Version of the weights that sampled it."""
 
     prompt_token_ids: list[int]
     """Token ids of the prompt."""
@@ -366,31 +362,31 @@ class ReplayLatestCallResponse(Message):
 
 
 class BatchProgressResponse(Message):
-    """`GET /get_batch_progress`: what the trainer waits for before its next step."""
+    """`GET /get_batch_progress`: the trainer's wait for its next step."""
 
     collecting: bool
-    """Whether a batch is being filled. False while the trainer boots, trains, or is away."""
+    """Whether a batch is being filled; false while the trainer boots, trains, or is away."""
 
     label: str = ""
-    """What the batch is for, such as `step 3`."""
+    """The batch's purpose, such as `step 3`."""
 
     rule: str = ""
     """What completes the batch: enough `groups` or `differing_groups` (`training.batch_rule`)."""
 
     needed: int = 0
-    """Number of such groups that the batch needs."""
+    """Groups that the batch needs."""
 
     have: int = 0
-    """Number of such groups that it has."""
+    """Groups that it has."""
 
     episodes_ended: int = 0
-    """The batch's episodes that have a result or failed."""
+    """The batch's episodes with a result or failure."""
 
     episodes_expected: int = 0
-    """The batch's episodes so far, including running ones; for clients' own samples, those that ended."""
+    """The batch's episodes so far, including running ones; for clients' own samples, only ended ones."""
 
     groups_ahead: dict[str, int] = Field(default_factory=dict[str, int])
-    """Pool -> complete groups that wait for a later batch."""
+    """Pool -> complete groups waiting for a later batch."""
 
     max_groups_ahead: int = 0
     """A pool with this many gets no more training claims until a batch takes some. 0: no limit known."""
@@ -400,7 +396,7 @@ class ClaimEpisodeRequest(Message):
     """`POST /claim_episode`."""
 
     client_uuid: EpisodeId
-    """Who claims, and so owns the claims in the reply."""
+    """Who claims, and owns the claims in the reply."""
 
     episode_type: Annotated[ClaimType, BeforeValidator(lambda kind: "any" if kind == "default" else kind)] = (
         "any"
@@ -408,12 +404,12 @@ class ClaimEpisodeRequest(Message):
     """Type of episodes to claim. `default`, the first version's word, means `any`."""
 
     pool: str = Field(default=TRAINER_POOL, max_length=limits.ID_CHARS)
-    """Pool to claim from: the `client_uuid` of the client that registered the episodes. Empty: the
-    trainer's."""
+    """Pool to claim from: the `client_uuid` that registered the episodes. Empty: the trainer's."""
 
     claim_request_id: str = Field(default="", max_length=limits.ID_CHARS)
-    """Unique per request, and repeated by its retries, which get the same claims and keys. Empty (first
-    version): a retry is a new request."""
+    """Unique per request. A retry repeats it and gets the same claims and keys. Empty (first version): a
+    retry is a new request.
+    """
 
     allow_discard_timeout: float = Field(
         default=DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
@@ -422,22 +418,23 @@ class ClaimEpisodeRequest(Message):
         validation_alias=AliasChoices("allow_discard_timeout", "discard_episode_timeout"),
     )
     """Seconds without activity after which the lease expires. Model calls and heartbeats renew it. Later
-    clients of the first version call it `discard_episode_timeout`."""
+    clients of the first version call it `discard_episode_timeout`.
+    """
 
     wait_s: float = Field(default=0.0, ge=0, le=limits.WAIT_S.limit)
     """Seconds that the server may wait for an episode before it replies."""
 
     max_episodes: int = Field(default=1, ge=1, le=limits.EPISODES.limit)
-    """Maximum number of episodes to claim. The reply has all but the first in `more`."""
+    """Maximum number of episodes to claim. All but the first are in the reply's `more`."""
 
     sends_key: bool = False
-    """Whether the client sends the claim's `openai_api_key` with all its requests. A client that does not
-    (first version, server without tokens) gets a new alias as `episode_uuid` for each attempt, which
-    identifies the claim."""
+    """Whether the client sends the claim's `openai_api_key` with all its requests. Otherwise (first version,
+    server without tokens) `episode_uuid` is a new alias for each attempt, which identifies the claim.
+    """
 
 
 class EpisodeClaim(Message):
-    """One claim of one episode."""
+    """A claim of an episode."""
 
     client_uuid: str = ""
     """Owner of the claim."""
@@ -449,8 +446,9 @@ class EpisodeClaim(Message):
     """Base URL of the model for an OpenAI client."""
 
     openai_api_key: str = Field(default="", repr=False)
-    """Key of this claim, valid while it holds the lease: for model calls, and to end, abort or renew the
-    claim."""
+    """Key for model calls and for ending, aborting or renewing the claim. It is valid while the claim holds
+    the lease.
+    """
 
     attempt: int = 0
     """Number of this claim of the episode, from 1."""
@@ -459,10 +457,10 @@ class EpisodeClaim(Message):
     """Whether the result may train."""
 
     group_id: str = ""
-    """The group that the episode is compared within."""
+    """The episode's group, within which rewards are compared."""
 
     payload: dict[str, JsonValue] = Field(default_factory=dict)
-    """Data that was registered for the client, such as the sample."""
+    """Data registered for the client, such as the sample."""
 
     policy_version: int | None = None
     """Policy version at the time of the claim."""
@@ -474,10 +472,10 @@ class EpisodeClaim(Message):
     """Seconds after which the claim ends, even if active."""
 
     max_transcript_bytes: int = 0
-    """Maximum size of a transcript for `/record_transcript`. 0: none is recorded."""
+    """Maximum size of a transcript for `/record_transcript`. 0: not recorded."""
 
     roles: list[str] = Field(default_factory=list[str])
-    """More models of the run, which requests may name, with the claim's URL and key."""
+    """Other models of the run that requests may name, with the claim's URL and key."""
 
     run: str = ""
     """Name of the run, for logs."""
@@ -490,7 +488,7 @@ class ClaimEpisodeResponse(EpisodeClaim):
     """Whether anything was claimed."""
 
     more: list[EpisodeClaim] = Field(default_factory=list[EpisodeClaim])
-    """The other claims of the same request."""
+    """The request's other claims."""
 
     fail_cause: str = ""
     """Why nothing was claimed."""
@@ -499,18 +497,19 @@ class ClaimEpisodeResponse(EpisodeClaim):
     """If nothing was claimed: seconds to wait before asking again."""
 
     run_finished: bool = False
-    """Whether the run is over, finished or failed. There will be nothing to claim; a worker can exit."""
+    """Whether the run has finished or failed, so that a worker can exit."""
 
 
 class EndEpisodeRequest(_OfAClaim):
     """`POST /end_episode`: the claim's result."""
 
     workflow_output: WorkflowOutput
-    """The result. A retry must send the same one."""
+    """A retry must send the same output."""
 
     task_id: str = Field(default="", max_length=limits.ID_CHARS)
-    """The task, if the program chose it itself, as AgentJet's clients do. All results of a group must name
-    the same task, because their rewards are compared (409 otherwise)."""
+    """The task, if the program chose it, as AgentJet's clients do. All results of a group must name the same
+    task, because their rewards are compared (409 otherwise).
+    """
 
 
 class AbortEpisodeRequest(_OfAClaim):
@@ -528,11 +527,12 @@ class CanContinueEpisodeResponse(Message):
     """Reply to `/can_continue_episode` and `/heartbeat_episode`."""
 
     can_continue: bool
-    """Whether the server would accept a result of this claim now. For `/can_continue_episode`, also
-    whether it could still train."""
+    """Whether the server would accept a result of this claim now. For `/can_continue_episode`, also whether
+    it could still train.
+    """
 
     reason: str = ""
-    """Why not; empty if it would."""
+    """Why not."""
 
     stale: bool = False
     """Whether the claim holds its lease, but its calls are too old to train."""
@@ -541,7 +541,7 @@ class CanContinueEpisodeResponse(Message):
     """Policy version at the time of the claim."""
 
     policy_version: int | None = None
-    """The engine's current policy version."""
+    """Current policy version."""
 
 
 class AwaitRunEndRequest(Message):
@@ -551,7 +551,7 @@ class AwaitRunEndRequest(Message):
     """Who asks. After the run, a stopping server waits briefly until recent callers have the answer."""
 
     wait_s: float = Field(default=0.0, ge=0, le=limits.WAIT_S.limit)
-    """Seconds that the server may wait for the run's end before it replies."""
+    """Seconds that the server may wait for the run's end."""
 
 
 class AwaitRunEndResponse(Message):
@@ -561,7 +561,7 @@ class AwaitRunEndResponse(Message):
     """Whether the run is over: no more episodes, and results no longer count."""
 
     fail_cause: str = ""
-    """Why it is over: `The run is finished.`, or why it failed."""
+    """Why: `The run is finished.`, or the reason for its failure."""
 
 
 class EpisodeCounts(Message):
@@ -584,19 +584,19 @@ class EpisodeCounts(Message):
 
 
 class _ShownEpisode(Message):
-    """Base of messages that show an episode. They contain no secrets."""
+    """An episode, without secrets."""
 
     episode_uuid: str
     """Uuid of the episode."""
 
     group_id: str = ""
-    """The group that the episode is compared within."""
+    """The group within which the episode is compared."""
 
     episode_type: EpisodeType
-    """Whether its result may train."""
+    """Whether the result may train."""
 
     pool: str = TRAINER_POOL
-    """The client that registered it. Empty: the trainer."""
+    """The client that registered it; empty for the trainer."""
 
 
 class EpisodeStatus(_ShownEpisode):
@@ -609,13 +609,13 @@ class EpisodeStatus(_ShownEpisode):
     """`registered`, `claimed`, `ended`, `accepted` or `failed`."""
 
     openai_base_url: str = ""
-    """First version only; always empty."""
+    """Always empty (first version)."""
 
     openai_api_key: Literal[""] = ""
     """Always empty: only the owner learns a claim's key."""
 
     zmq_listen_result_addr: str = ""
-    """First version only; always empty."""
+    """Always empty (first version)."""
 
     latest_activity_timestamp: float = 0.0
     """Unix time of the last activity; 0 before the first claim."""
@@ -633,7 +633,7 @@ class EpisodeStatus(_ShownEpisode):
     """Policy version at the last claim; null before the first."""
 
     failures: list[Failure] = Field(default_factory=list[Failure])
-    """Why each earlier attempt ended without a result."""
+    """Why earlier attempts ended without a result."""
 
     acknowledged: bool = False
     """Whether the trainer has used the outcome or left it out."""
@@ -646,7 +646,7 @@ class GetEpisodeBufferRequest(Message):
     """Maximum number of episodes in the reply."""
 
     after: int = Field(default=0, ge=0)
-    """The previous page's `next`. 0: the first page."""
+    """The previous page's `next`; 0 for the first page."""
 
 
 class GetEpisodeBufferResponse(Message):
@@ -660,7 +660,7 @@ class GetEpisodeBufferResponse(Message):
 
 
 class FailedEpisodesResponse(Message):
-    """`GET /failed_episodes`: the dead letters, with the reason of every failed attempt."""
+    """`GET /failed_episodes`: the dead letters, with the reason for every failed attempt."""
 
     episodes: list[EpisodeStatus]
     """Failed episodes that were not dropped, in order of registration."""
@@ -673,11 +673,11 @@ class FailedEpisodesRequest(Message):
     """`POST /failed_episodes/retry` and `POST /failed_episodes/drop`."""
 
     episode_uuids: list[str] = Field(max_length=10_000)
-    """The episodes, each processed or refused independently."""
+    """Each is processed or refused independently."""
 
 
 class FailedEpisodesReply(Message):
-    """Which episodes were processed."""
+    """Reply to the requests about failed episodes."""
 
     success: bool
     """Whether all episodes were processed."""
@@ -690,10 +690,10 @@ class FailedEpisodesReply(Message):
 
 
 class _EngineState(Message):
-    """Base of messages with the engine's state and the number of episodes."""
+    """The engine's state and the number of episodes."""
 
     engine_status: EngineStatus
-    """State of the engine. Episodes are handed out in ENGINE.ROLLING."""
+    """Episodes are handed out in ENGINE.ROLLING."""
 
     policy_version: int
     """Version of the newest published weights; -1 before the first."""
@@ -705,10 +705,10 @@ class _EngineState(Message):
     """Whether a trainer is connected."""
 
     run_finished: bool = False
-    """Whether the trainer has finished its run. Claims, also waiting ones, are then answered at once."""
+    """Whether the trainer has finished its run. Claims are then answered at once."""
 
     failure: str = ""
-    """Why the trainer failed, at the start or later. Empty if it did not."""
+    """Why the trainer failed."""
 
     episodes: dict[EpisodeType, EpisodeCounts]
     """Episodes by type and state, over all pools."""
@@ -730,14 +730,14 @@ class EngineStatusResponse(_EngineState):
     """Clients with a claim."""
 
     quarantined: dict[str, str] = Field(default_factory=dict[str, str])
-    """Client -> why it gets no episodes: its attempts only fail, while those of other clients succeed."""
+    """Client -> why it gets no episodes: its attempts only fail, while other clients' succeed."""
 
 
 class FleetClaim(_ShownEpisode):
     """A claim that holds its lease."""
 
     client_uuid: str
-    """Its owner."""
+    """Owner of the claim."""
 
     attempt: int
     """Number of the claim."""
@@ -762,13 +762,13 @@ class FleetClient(Message):
     """Name of the client."""
 
     claims: int
-    """Number of claims that it holds."""
+    """Claims that it holds."""
 
     ended: int = 0
-    """Attempts that ended with a result since the server started."""
+    """Attempts with a result since the server started."""
 
     failed: int = 0
-    """Attempts that failed since the server started, including expired leases."""
+    """Failed attempts since the server started, including expired leases."""
 
     episodes_per_min: float = 0.0
     """Attempts that ended per minute since the client was first seen."""
@@ -777,15 +777,14 @@ class FleetClient(Message):
     """Seconds since it last claimed or finished an episode; null: not since the server started."""
 
     quarantined: str = ""
-    """Why it gets no episodes (its attempts only fail, while those of other clients succeed). Empty if it
-    does."""
+    """Why it gets no episodes (its attempts only fail, while other clients' succeed)."""
 
 
 class DeadLetter(_ShownEpisode):
     """An episode that used up its attempts or was cancelled."""
 
     failures: list[Failure]
-    """Why its last attempts (at most 10) ended without a result. Messages are cut at 2,000 characters."""
+    """Why its last attempts (at most 10) failed. Messages are cut at 2,000 characters."""
 
     acknowledged: bool
     """Whether the trainer has closed the episode's group."""
@@ -794,7 +793,7 @@ class DeadLetter(_ShownEpisode):
     """Whether `/failed_episodes/retry` would requeue it."""
 
     why_not: str = ""
-    """Why it cannot be retried; empty if it can."""
+    """Why it cannot be retried."""
 
 
 class FleetTotals(Message):
@@ -820,23 +819,23 @@ class FleetResponse(_EngineState):
     """Clients that wait for an episode and hold none."""
 
     batch: BatchProgressResponse
-    """What the trainer waits for before its next step."""
+    """The trainer's wait for its next step."""
 
     claims: list[FleetClaim]
     """At most 500, oldest first."""
 
     clients: list[FleetClient]
-    """At most 500: first those in quarantine, then those with most claims, then the most recently seen."""
+    """At most 500: first the quarantined, then by number of claims, then the most recently seen."""
 
     failed: list[DeadLetter]
     """At most 100, newest failure first."""
 
     totals: FleetTotals
-    """The lists' lengths without their limits."""
+    """The lists' full lengths."""
 
 
 class StopClientRequest(Message):
-    """`POST /stop_client`: give a client no more episodes, and hand out again the ones it holds."""
+    """`POST /stop_client`: give a client no more episodes, and requeue the ones it holds."""
 
     client_uuid: EpisodeId
     """The client; `NAME/` means all programs of a client with its own token."""
@@ -846,7 +845,7 @@ class StartEngineRequest(Message):
     """`POST /start_engine`: start a trainer with the config of `/sync_train_config`."""
 
     force_restart: bool = False
-    """Whether to stop a running trainer first; it is killed after 30 s."""
+    """Whether to stop a running trainer first. It is killed after 30 s."""
 
 
 class UpdateEngineStatusRequest(Message):
@@ -860,17 +859,17 @@ class SuccessResponse(Message):
     """Reply to requests that store or do something."""
 
     success: bool
-    """Whether it was done, and stored if it was to be stored."""
+    """Whether the request was carried out."""
 
     failure_reason: str = ""
-    """Why not; empty on success."""
+    """Why not."""
 
 
 class SyncTrainConfigRequest(Message):
     """`POST /sync_train_config`: the engine's config."""
 
     yaml_as_string: str
-    """The config as YAML. Unknown keys are refused by name."""
+    """The config as YAML. Unknown keys are refused."""
 
 
 class SyncTrainConfigResponse(Message):
@@ -880,7 +879,7 @@ class SyncTrainConfigResponse(Message):
     """Whether the config was accepted."""
 
     error: str = ""
-    """Why not; empty on success."""
+    """Why not."""
 
 
 class ReadyResponse(Message):
@@ -890,7 +889,7 @@ class ReadyResponse(Message):
     """Always `ready`."""
 
     epoch: int
-    """Rank of this server among those that share a database; the highest serves. 0 with SQLite."""
+    """Rank among servers that share a database; the highest serves. 0 with SQLite."""
 
 
 class HealthResponse(Message):
@@ -904,7 +903,7 @@ class HealthResponse(Message):
 
 
 class RefusalResponse(Message):
-    """Body of every 4xx reply outside of the gateway."""
+    """Body of every 4xx reply outside the gateway."""
 
     success: Literal[False] = False
     """Always false."""
@@ -914,8 +913,7 @@ class RefusalResponse(Message):
 
 
 def total_reward(output: WorkflowOutput) -> float | None:
-    """The episode's reward: `reward`, with a list summed, plus the rewards of calls. None if it has
-    neither."""
+    """Return None without any reward."""
     reward = output.reward
     if reward is None and not output.call_rewards:
         return None
@@ -924,21 +922,22 @@ def total_reward(output: WorkflowOutput) -> float | None:
 
 
 def own_clients(trainer_id: str) -> str:
-    """Prefix of the `client_uuid` of the workers that this trainer starts."""
+    """Return the prefix of the `client_uuid` of this trainer's own workers."""
     return f"worker-{trainer_id[:8]}-"
 
 
 def bounded(name: str, value: float, bound: float = MAX_REWARD, setting: str = "") -> float:
-    """Return `value` if its magnitude is at most `bound` (a `setting`). Raises ValueError that names both."""
-    if not -bound <= value <= bound:  # Refuses NaN too.
+    """Raise ValueError if a magnitude exceeds `bound` (a `setting`)."""
+    if not -bound <= value <= bound:  # NaN is refused too.
         allowed = f"a finite number from -{bound:g} to {bound:g}{setting}"
         raise ValueError(f"{name}: must be {allowed}, got {value}")
     return value
 
 
 def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
-    """The episode's reward. Raises ValueError naming the field if it is missing, or if a reward or metric
-    is out of bounds."""
+    """Return the episode's reward. Raises ValueError with the field if it is missing, or if a reward or
+    metric is out of bounds.
+    """
     reward = total_reward(output)
     if reward is None:
         raise ValueError(
@@ -966,7 +965,7 @@ def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
 
 
 def json_object(value: Any) -> dict[str, JsonValue]:
-    """Return `value` if it is a JSON object. Raises ValueError naming its type otherwise."""
+    """Raise ValueError unless `value` is a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     return value

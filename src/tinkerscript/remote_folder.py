@@ -1,12 +1,11 @@
 """Mirror a run's folder at a URL.
 
 A run with `experiment_dir: s3://...` works in a local folder. At each checkpoint and at the end, a thread
-copies everything new to the URL with fsspec, in the same layout, and deletes checkpoints there that are gone
-here.
+copies everything new with fsspec and deletes checkpoints that are gone here. The next copy, or `--resume`,
+repeats a failed one.
 
-A checkpoint at the URL is complete once it has a `manifest.json`, written last, with sizes and digests. The
-ledger goes first, so it covers every checkpoint there. A run waits for copies only at its end. Only the two
-folders determine what is missing, so the next copy, or `--resume`, repeats a failed one.
+A checkpoint at the URL is complete once it has a `manifest.json`, with sizes and digests. The ledger goes
+first, so it covers every checkpoint there.
 """
 
 from __future__ import annotations
@@ -32,34 +31,33 @@ from tinkerscript.files import CONFIG_FILE, LEDGER_FILE, RUN_ID, write_atomicall
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-ROLES = "roles"  # Below `CHECKPOINTS`: a folder per trained role.
+ROLES = "roles"
 
-# Needed to resume, with ledger and checkpoints.
+# A run needs them to resume, with ledger and checkpoints.
 BEGUN = (CONFIG_FILE, RUN_ID, "sft_data.json")
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARIES = (METRICS_FILE, "summary.json", "alignment.json", "learning_curve.png")
 FOLDERS = ("rollouts", "inspect")  # Their files never change.
 
-Position = tuple[int, int]  # A ledger's trainer starts and steps.
+Position = tuple[int, int]  # A ledger's number of trainer starts and steps.
 NOWHERE: Position = (0, 0)
-POSITION = "position.json"  # At the URL: the position of the ledger there.
+POSITION = "position.json"  # At the URL.
 
-ATTEMPTS = 5  # Then the run continues without it.
+ATTEMPTS = 5  # The run then continues without the copy.
 UPLOAD_PAUSE_S = 1.0  # Doubled after each attempt.
-UPLOAD_STOP_S = 30.0  # A stopped or failed run waits this long.
+UPLOAD_STOP_S = 30.0  # How long a stopped or failed run waits.
 
 _URL = re.compile(r"(?!tinker:)[a-z][a-z0-9+.-]*://.+")
 _STEP = re.compile(r"step_(\d+)")
 
 
 def is_url(text: str) -> bool:
-    """Return whether `text` is a folder's URL. A `tinker://` path is not: it names a service's weights."""
+    """A `tinker://` path is not a folder's URL: it names a service's weights."""
     return _URL.fullmatch(text) is not None
 
 
 def name_of(url: str) -> str:
-    """Return a URL's last part, which names the local folder."""
     return url.rstrip("/").rpartition("/")[2]
 
 
@@ -100,7 +98,7 @@ class RemoteFolder:
         return f"{self._root}/{name}".rstrip("/")
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return entries with sizes in bytes, sorted. A missing folder is empty."""
+        """Return the sorted entries with sizes in bytes, empty for a missing folder."""
         with suppress(FileNotFoundError):
             found = self._files.ls(self._at(folder), detail=True)
             return {name_of(each["name"]): each["size"] for each in sorted(found, key=lambda e: e["name"])}
@@ -116,7 +114,6 @@ class RemoteFolder:
         return {}
 
     def steps(self, folder: str = CHECKPOINTS) -> list[int]:
-        """Return the sorted steps with complete checkpoints."""
         steps = sorted(int(match[1]) for match in map(_STEP.fullmatch, self.names(folder)) if match)
         return [step for step in steps if self.manifest(f"{folder}/step_{step:04d}")]
 
@@ -134,7 +131,7 @@ class RemoteFolder:
         self.write(json.dumps(manifest, indent=2).encode(), f"{name}/{MANIFEST}")
 
     def get_checkpoint(self, name: str, target: Path) -> None:
-        """Download a checkpoint to a new folder. Raises ConfigError if it is incomplete."""
+        """Download to a new folder. Raises ConfigError if the checkpoint is incomplete."""
         where = f"{self.url}/{name}".rstrip("/")
         manifest = self.manifest(name)
         if not manifest:
@@ -193,12 +190,11 @@ class Uploads:
         *,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`note` is called with copy errors. Raises ConfigError."""
+        """`note` receives copy errors. Raises ConfigError."""
         self.remote = RemoteFolder(url)
         self._folder, self._note, self._pause = folder, note, pause
         self._wanted, self._is_last = threading.Event(), False
         self._ended: Future[None] = Future()
-        # Of the last copy; empty if complete.
         self._error = ""
 
     async def __aenter__(self) -> Uploads:
@@ -271,7 +267,7 @@ class Uploads:
         self._ended.set_result(None)
 
     def _copy_all(self, *, is_last: bool) -> None:
-        # Before the ledger's copy, so that it covers them. Roles come first, because the policy's checkpoint
+        # Copied after this, the ledger covers them. Roles come first, because the policy's checkpoint
         # completes a step.
         local = [path.parent for path in (self._folder / CHECKPOINTS).rglob(MANIFEST)]
         checkpoints = sorted(local, key=lambda path: (-len(path.parts), path.name))
@@ -281,7 +277,7 @@ class Uploads:
             there, here = self.remote.sizes(folder), sorted((self._folder / folder).glob("*"))
             self._copy_files(f"{folder}/{p.name}" for p in here if there.get(p.name) != p.stat().st_size)
         for path in checkpoints:
-            if is_last or _STEP.fullmatch(path.name):  # The run may still replace the final one.
+            if is_last or _STEP.fullmatch(path.name):  # The run may still replace the final checkpoint.
                 self._copy_checkpoint(path)
         for folder in {CHECKPOINTS, *(str(path.parent.relative_to(self._folder)) for path in checkpoints)}:
             for name in filter(_STEP.fullmatch, self.remote.names(folder)):
@@ -301,7 +297,6 @@ class Uploads:
         except FileNotFoundError:
             if path.exists():
                 raise
-            # It was deleted in favor of a newer one.
 
     def _is_there(self, path: Path, name: str) -> bool:
         # A final checkpoint there may be from an earlier end of the run.
@@ -315,7 +310,7 @@ class Uploads:
             return
         with tempfile.TemporaryDirectory(prefix=".copy-", dir=self._folder) as place:
             copy = Path(place) / LEDGER_FILE
-            # The run keeps writing; only SQLite can make a consistent copy.
+            # Only SQLite can copy consistently while the run keeps writing.
             with closing(sqlite3.connect(ledger)) as run:
                 run.execute("VACUUM INTO ?", (str(copy),))
             self.remote.put(copy, LEDGER_FILE)
@@ -336,7 +331,7 @@ def _error_text(error: Exception) -> str:
 
 
 def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Return a folder in the user's cache, fetched unless unchanged.
+    """Return a cached copy, fetched again if changed.
 
     Raises ConfigError if the checkpoint is missing, incomplete or unreadable.
     """
@@ -357,14 +352,14 @@ def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: N
 
 
 def local_checkpoint(name: str, *, note: Callable[[str], None] = lambda text: None) -> str:
-    """Fetch a checkpoint at a URL; return other names unchanged. Raises ConfigError."""
+    """Fetch a checkpoint at a URL. Return other names unchanged. Raises ConfigError."""
     return str(fetched_checkpoint(name, note=note)) if is_url(name) else name
 
 
 def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Return a folder in `runs` with the run at a URL, fetched if needed.
+    """Return a folder in `runs` with the run at a URL.
 
-    Raises ConfigError if the URL has no run, or if it was continued elsewhere.
+    Raises ConfigError if the URL has no run, or if the run was continued elsewhere.
     """
     remote, folder = RemoteFolder(url), runs / name_of(url)
     try:
@@ -389,12 +384,12 @@ def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lamb
 
 
 def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
-    # Last, because it marks a complete download.
+    # The run id comes last, because it marks a complete download.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (*BEGUN[1:], METRICS_FILE):
         with suppress(FileNotFoundError):
             (folder / name).write_bytes(remote.read(name))
-    # All steps: a copy deletes what is missing here, and the best may be old.
+    # All steps are fetched: a copy deletes what is missing here, and the best may be old.
     roles = [f"{CHECKPOINTS}/{ROLES}/{role}" for role in remote.names(f"{CHECKPOINTS}/{ROLES}")]
     for step in remote.steps():
         for name in (f"{each}/step_{step:04d}" for each in (CHECKPOINTS, *roles)):

@@ -1,7 +1,6 @@
 """The `Sampler` seam: token ids in; token ids, log probabilities and the stop reason out.
 
-Tokens travel as ids. Only results are recorded; progress is for display. `testing.ScriptedSampler` is the
-fake for tests and benchmarks.
+`testing.ScriptedSampler` is the fake for tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -32,24 +31,20 @@ __all__ = [
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """A grammar that limits what may be sampled."""
-
     grammar: str
     """In llguidance's Lark dialect, ending with an id that ends a turn."""
 
-    asked_by: str  # The request's field to blame.
+    asked_by: str  # Names the request's field in errors.
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for samples. Lengths are in tokens."""
-
-    prompt: bytes  # Ids (int32).
-    images: list[PlacedImage] = []  # Of `prompt`.
+    prompt: bytes  # int32
+    images: list[PlacedImage] = []
     max_tokens: int
     num_samples: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1  # -1: no limit.
+    top_k: int = -1  # -1 means no limit.
     min_p: float = 0.0
     """Minimum probability, relative to the most probable token's. 0: off."""
 
@@ -57,28 +52,25 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Divides the logits of tokens already in prompt or reply. 1: off."""
 
     seed: int | None = None
-    stop_token_ids: list[int] = []  # They end a turn.
-    extra_stop_ids: list[int] = []  # They also end this reply, on the caller's request.
-    stop: list[str] = []  # Sampling ends with the token that completes one.
-    top_logprobs: int = 0  # Number of likely ids to report per position.
+    stop_token_ids: list[int] = []
+    extra_stop_ids: list[int] = []  # These also end this reply.
+    stop: list[str] = []  # Sampling ends with the token that completes such a string.
+    top_logprobs: int = 0  # Likely ids to report per position.
     constraint: Constraint | None = None
     stream: bool = False
     affinity: str = ""
-    """The calling episode, so a sampler with several machines can use the one that cached its earlier
-    turns."""
+    """The calling episode. It lets a sampler use the machine with the cached earlier turns."""
 
-    role: str = ""  # Whose model samples. Empty: the policy.
+    role: str = ""  # Empty: the policy.
     sampled: int = 0
-    """How many of the prompt's last ids other weights sampled for this reply."""
+    """Number of the prompt's last ids that other weights sampled for this reply."""
 
     known: int = 0
-    """How many of the prompt's first ids an earlier call recorded. Their experts are not returned again."""
+    """Number of the prompt's first ids that an earlier call recorded. Their experts are not returned."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """R sampled tokens with log probabilities."""
-
-    sampled: bytes = b""  # Ids (int32 [R]), including the stop token.
+    sampled: bytes = b""  # int32 [R], including the stop token
     logprobs: bytes = b""  # float32 [R]
     top_ids: bytes = b""
     """Likely ids per position, best first (int32 [R, request.top_logprobs])."""
@@ -101,33 +93,34 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
 class SampledSequence(SampledTokens, frozen=True, kw_only=True):
     stop_reason: StopReason
     constrained: bytes = b""
-    """`TokenConstraint` per sampled id (uint8 [R]). Empty: no constraint, or with one, unknown."""
+    """`TokenConstraint` per sampled id (uint8 [R]). Empty: no constraint, or an unknown effect."""
 
     experts: bytes = b""
-    """What a mixture's routers chose (`Call.experts`), for the prompt from `SampleRequest.known` on and the
-    R sampled ids. Empty: not recorded."""
+    """Routers' choices (`Call.experts`) for the prompt from `SampleRequest.known` on and the R sampled ids.
+    Empty: not recorded.
+    """
 
     is_cut: bool = False
-    """`Sampler.cut` ended it, so it is incomplete and `stop_reason` means nothing."""
+    """`Sampler.cut` ended it, so `stop_reason` means nothing."""
 
     spans: list[tuple[int, int]] = []
-    """Like `Call.spans`, but if it was cut, a single version has an entry too. Otherwise empty."""
+    """Like `Call.spans`, but a cut sequence has an entry even for a single version."""
 
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[SampledSequence]
-    policy_version: int  # Of the first token's weights.
+    policy_version: int  # Version of the first token's weights.
     policy_version_end: int | None = None
-    """Of the last token's weights, if they changed at an unknown token; otherwise None."""
+    """Version of the last token's weights if they changed at an unknown token; otherwise None."""
 
     logprob_kind: LogprobKind = "processed"
-    seed: int | None = None  # None: unknown.
+    seed: int | None = None  # None means unknown.
 
 
 class Progress(SampledTokens, frozen=True, kw_only=True):
-    """Tokens sampled since the last report, for display. Reports may be late, repeated, or missing."""
+    """Tokens since the last report, for display only. Reports may be late, repeated, or missing."""
 
-    index: int  # Of the sequence in the request.
+    index: int
     offset: int  # Tokens of the sequence before these.
 
 
@@ -146,11 +139,11 @@ class Sampler(ABC):
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Sample `request.num_samples` sequences.
 
-        Calls `progress`, if given, as tokens are sampled; samplers that cannot stream ignore it.
+        Calls `progress`, if given, as tokens are sampled, unless the sampler cannot stream.
 
-        Raises GatewayError: 503 while the engine is unavailable, 504 if it did not answer in time, 400
-        `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter` for an
-        unsupported feature (`refuse_unsupported`).
+        Raises GatewayError: 503 while the engine is unavailable, 504 without an answer in time, 400
+        `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter`
+        (`refuse_unsupported`).
         """
 
     def cut(self) -> None:  # noqa: B027 (most samplers have fixed weights)
@@ -162,10 +155,7 @@ class Sampler(ABC):
 
 
 def fitted(request: SampleRequest, max_context: int, engine: str) -> SampleRequest:
-    """Shorten `request` to fit the context.
-
-    Raises GatewayError 400 `context_length_exceeded` if there is no room.
-    """
+    """Shorten the reply to the context. Raises GatewayError 400 `context_length_exceeded` without room."""
     length = len(request.prompt) // 4
     if length >= max_context:
         message = (
@@ -189,7 +179,7 @@ def refuse_unsupported(
 ) -> None:
     """Raise GatewayError 400 if `engine` lacks a feature that `request` needs.
 
-    `mixed_stops`: both stop strings and extra stop ids in one request.
+    `mixed_stops`: both stop strings and extra stop ids.
     """
     refused = ""
     if request.images and not images:

@@ -4,8 +4,7 @@
     MemoryClaimBook    a `ClaimBook` for a gateway without a server
     QuietReporter      a `ProgressReporter` that records what it receives
 
-Each keeps the contract of its seam, so code that works with it works with the real one. None opens a file or
-a socket.
+Each keeps the contract of its seam and opens no file or socket.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ __all__ = [
 class ScriptedSampler(Sampler):
     """Samples the ids that `script(prompt_ids)` returns, each with the logprob -0.5.
 
-    Reports progress token by token, yielding to the event loop in between. The likely ids are the sampled one
-    and its successors. The script must respect constraints.
+    Reports progress token by token. The likely ids are the sampled one and its successors. The script must
+    respect constraints.
     """
 
     def __init__(self, script: Callable[[list[int]], list[int]], *, policy_version: int = 0) -> None:
@@ -86,7 +85,7 @@ class MemoryClaimBook(ClaimBook):
         self.recorded: dict[OpenClaim, list[Call]] = {claim: [] for claim in claims.values()}
 
     def lose(self, claim: OpenClaim, reason: str) -> None:
-        """From now on, refuse `claim` with `reason`."""
+        """Refuse `claim` from now on."""
         self._lost[claim] = reason
 
     async def open(self, key: str) -> OpenClaim:
@@ -109,8 +108,6 @@ class MemoryClaimBook(ClaimBook):
 
 
 class QuietReporter(ProgressReporter):
-    """Prints nothing; keeps what it receives."""
-
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.waits: list[str] = []

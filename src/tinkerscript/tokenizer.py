@@ -1,15 +1,11 @@
 """`LightTokenizer`: a model folder's `tokenizer.json` with the methods that renderers call.
 
-It needs only `tokenizers`, which keeps torch out of the gateway, and adds no token that the text lacks (no
-BOS).
+It needs only `tokenizers`, which keeps torch out of the gateway, and adds no BOS token.
 
-Renderers pass message text and their own markup to one `encode`, which would turn `<|im_end|>` in a user's
-message or a tool's result into the token that ends a turn. So `SpecialTokenEscaper` marks special tokens in
-messages with U+FDD0, and `encode` treats marked ones as ordinary text.
-
-No message, tool or argument can produce a special token, and none of its characters changes. Other tokens
-(Qwen3's `<think>`, `<tool_call>`, `<tool_response>`) are encoded as usual: prompts may mention them, and they
-end no turn.
+Renderers pass message text and their own markup to one `encode`, which would turn `<|im_end|>` in a message
+into the token that ends a turn. So `SpecialTokenEscaper` marks special tokens in messages with U+FDD0, and
+`encode` treats them as ordinary text. No characters of messages change. Other tokens (Qwen3's `<think>`,
+`<tool_call>`, `<tool_response>`) end no turn and are encoded as usual.
 """
 
 from __future__ import annotations
@@ -28,12 +24,12 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import eos_token_of
 from tinkerscript.rollouts.call import vocabulary_fingerprint
 
-THINK_START, THINK_END = "<think>", "</think>"  # Of Qwen and most others.
+THINK_START, THINK_END = "<think>", "</think>"  # Qwen and most other models use these.
 
 MARK = "\ufdd0"  # A Unicode noncharacter.
 ESCAPED_MARK = "\\ufdd0"  # Some renderers write it; `encode` could not undo it.
 
-_SHORT_TEXT = 12  # Such texts are cached; all prompts share role names and line breaks.
+_SHORT_TEXT = 12  # Shorter texts are cached: all prompts share role names and line breaks.
 _SHORT_TEXTS = 1024
 _CONTEXT = 4096  # Characters to search for the last special token.
 
@@ -44,19 +40,19 @@ class SpecialTokenEscaper:
     def __init__(
         self, special: Iterable[str], *, lstrip: Collection[str] = (), rstrip: Collection[str] = ()
     ) -> None:
-        """`special` texts must not be empty. `lstrip` and `rstrip` are special tokens that swallow the white
-        space before or after them."""
+        """`lstrip` and `rstrip` are special tokens that swallow the white space before or after them. No text
+        may be empty.
+        """
         longest_first = sorted(special, key=len, reverse=True)
         as_json = [msgspec.json.encode(text)[1:-1] for text in (*longest_first, MARK)]
         self._found = re.compile(b"|".join(map(re.escape, as_json)))
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        # Possessive and anchored, so matching is linear in the text.
+        # Possessive and anchored patterns match in linear time.
         patterns = [r"(?<!\s)\s++" + re.escape(text) + r"\s*+" * (text in rstrip) for text in lstrip]
         patterns += [re.escape(text) + r"\s*+" * (text in rstrip) for text in longest_first]
         self._splits = re.compile("|".join(patterns) or r"(?!)")
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Mark special tokens in texts. Returns the same list if there are none."""
         return self.marked([self._unescaped(message) for message in messages], messages)
 
     def marked(self, value: T, original: T) -> T:
@@ -70,7 +66,8 @@ class SpecialTokenEscaper:
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
         """Split into ordinary text without marks (False) and the renderer's special tokens (True), with the
-        white space they swallow."""
+        white space they swallow.
+        """
         pieces: list[tuple[str, bool]] = []
         end = 0
         for match in self._splits.finditer(text):
@@ -116,18 +113,17 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 
 class LightTokenizer:
-    """A model folder's tokenizer, as `renderers.base.Tokenizer`."""
+    """Implements `renderers.base.Tokenizer`."""
 
     unk_token_id: int | None = None
-    """Unknown tokens have no id."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError if `folder/tokenizer.json` is missing or malformed."""
-        self.name_or_path: str = str(folder)  # The model's name for `renderers`.
+        self.name_or_path: str = str(folder)  # `renderers` reads it.
         self._tokenizer = _load(folder / "tokenizer.json")
         added = self._tokenizer.get_added_tokens_decoder()
         special = [token for token in added.values() if token.special]
-        # Text -> id of tokens that are never part of a longer one.
+        # Only tokens that are never part of a longer one.
         self.added_tokens: dict[str, int] = {token.content: index for index, token in added.items()}
         self.escaper = SpecialTokenEscaper(
             [token.content for token in special],
@@ -164,7 +160,7 @@ class LightTokenizer:
         return self._encode_marked(text, continues=True)
 
     def _encode_marked(self, text: str, *, continues: bool = False) -> list[int]:
-        """Encode text with marks. `continues`: it follows other tokens."""
+        """`continues`: the text follows other tokens."""
         ids: list[int] = []
         for piece, special in self.escaper.pieces(text):
             plain = self._plain_continuing if ids or continues else self._plain
@@ -174,7 +170,6 @@ class LightTokenizer:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The tokenizer, with special tokens as ordinary text."""
         plain = Tokenizer.from_str(self._tokenizer.to_str())
         plain.encode_special_tokens = True
         return plain
@@ -198,9 +193,9 @@ class LightTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool = False,
     ) -> str:
-        """Decode ids. Bytes that are not UTF-8 become U+FFFD.
+        """Decode ids. Invalid UTF-8 becomes U+FFFD.
 
-        Raises ValueError for `clean_up_tokenization_spaces`, because text is never altered here.
+        Raises ValueError for `clean_up_tokenization_spaces`, because text is never altered.
         """
         if clean_up_tokenization_spaces:
             raise ValueError("clean_up_tokenization_spaces=True would alter the text")
@@ -212,7 +207,7 @@ class LightTokenizer:
     @overload
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]: ...
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> int | list[int | None] | None:
-        """Return the id of a vocabulary piece, or None if unknown."""
+        """Return None for unknown pieces."""
         if isinstance(tokens, str):
             return self._tokenizer.token_to_id(tokens)
         return [self._tokenizer.token_to_id(token) for token in tokens]
@@ -222,7 +217,7 @@ class LightTokenizer:
         return vocabulary_fingerprint(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """Return a token's bytes, perhaps part of a UTF-8 character, or None if unknown."""
+        """Return a token's bytes, perhaps part of a UTF-8 character."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None or not self._byte_of_char:
             return None
@@ -231,7 +226,6 @@ class LightTokenizer:
         return list(piece.encode())
 
     def piece_text(self, token_id: int) -> str:
-        """Return a vocabulary piece with real spaces, or U+FFFD if unknown."""
         piece = self._tokenizer.id_to_token(token_id)
         return "\ufffd" if piece is None else piece.replace("\u2581", " ")
 
@@ -268,7 +262,7 @@ def _without_first_space(part: Any) -> bool:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Map characters to bytes as in byte-level BPE (GPT-2's `bytes_to_unicode`, inverted)."""
+    """Invert GPT-2's `bytes_to_unicode`."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

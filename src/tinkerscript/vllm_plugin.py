@@ -1,12 +1,9 @@
-"""Runs inside a vLLM replica: finds the weights that the trainer names, and checks their digest.
+"""Finds the weights that the trainer names, inside a vLLM replica, and checks their digest.
 
-Install it next to vLLM (`pip install tinkerscript`, no extras), which loads it by its entry point in
-`vllm.general_plugins`. It is active if TINKERSCRIPT_ADAPTERS names a folder, or a URL (with the bearer token
-TINKERSCRIPT_ADAPTERS_TOKEN), with a folder per version. Adapters load when a request names one, full weights
-by vLLM's weight transfer (`--weight-transfer-config '{"backend": "tinkerscript"}'`).
-
-vLLM loads the very bytes that were hashed: they are read once and checked against the digest in the version's
-name.
+vLLM loads it by the entry point in `vllm.general_plugins`. TINKERSCRIPT_ADAPTERS names a folder or URL (with
+the bearer token TINKERSCRIPT_ADAPTERS_TOKEN) with a folder per version; without it, the plugin is inactive.
+Adapters load on request, full weights by `--weight-transfer-config '{"backend": "tinkerscript"}'`. vLLM loads
+the very bytes that were hashed: files are read once.
 """
 
 from __future__ import annotations
@@ -30,11 +27,11 @@ ADAPTERS_TOKEN = "TINKERSCRIPT_ADAPTERS_TOKEN"
 
 ADAPTER_FILE = "adapter_config.json"
 
-# JSON: the SHA-256 of a version's files. The version's name ends with its own digest.
+# JSON with the SHA-256 of a version's files. The version's name ends with this file's digest.
 DIGESTS = "digests.json"
 
-TRANSFER = "tinkerscript"  # In vLLM.
-DIGEST_CHARACTERS = 16  # Hexadecimal, in a version's name.
+TRANSFER = "tinkerscript"
+DIGEST_CHARACTERS = 16  # Hexadecimal digits in a version's name.
 
 FETCH_TIMEOUT_S = 60.0
 
@@ -42,7 +39,7 @@ _NAME = re.compile(rf"[a-z]+-[\w.]+-\d+-([0-9a-f]{{{DIGEST_CHARACTERS}}})")
 
 
 class WrongWeightsError(ValueError):
-    """The files are not the weights that the version's name promises."""
+    pass
 
 
 def is_version(name: str) -> bool:
@@ -65,8 +62,6 @@ def _short(content: bytes) -> str:
 
 
 class WeightSource:
-    """Gets weights from a folder or URL. Adapters are copied to a temporary folder."""
-
     def __init__(self, place: str, token: str = "") -> None:
         self._place = place
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -76,7 +71,7 @@ class WeightSource:
         self._own.cleanup()
 
     def fetch(self, name: str) -> Path | None:
-        """Return a checked copy of an adapter; None if it is not ours or does not exist.
+        """Return a checked copy of an adapter, or None if it is not ours or does not exist.
 
         Raises WrongWeightsError, OSError and httpx.HTTPError.
         """
@@ -92,7 +87,7 @@ class WeightSource:
         return folder
 
     def files_of(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """Yield a version's checked files, one at a time.
+        """Yield a version's checked files.
 
         Raises FileNotFoundError, WrongWeightsError, OSError and httpx.HTTPError.
         """
@@ -103,10 +98,7 @@ class WeightSource:
             yield file, content
 
     def verify(self, name: str) -> None:
-        """Raise like `files_of`.
-
-        At a URL it checks only the manifest, to avoid downloading everything twice.
-        """
+        """Raise like `files_of`. At a URL, check only the manifest, to avoid downloading everything twice."""
         if self._place.startswith("http"):
             self._manifest(name)
         else:
@@ -132,7 +124,6 @@ class WeightSource:
 
 
 def register() -> None:
-    """Register our resolver and weight transfer if this server has a place for weights."""
     place = os.environ.get(ADAPTERS)
     if not place:
         return
@@ -162,7 +153,7 @@ def _register_transfer(source: WeightSource) -> None:
         )
         from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return  # Too old to receive full weights.
+        return  # This vLLM cannot receive full weights.
     from safetensors.torch import load
 
     @dataclass
@@ -170,8 +161,6 @@ def _register_transfer(source: WeightSource) -> None:
         name: str
 
     class Transfer(weight_transfer.WeightTransferEngine):  # pyright: ignore[reportUntypedBaseClass]
-        """Loads weights by name. Each process of a replica takes its part."""
-
         init_info_cls = Named
         update_info_cls = Named
 
@@ -193,7 +182,7 @@ def _register_transfer(source: WeightSource) -> None:
 
         def finish_weight_update(self) -> None:
             reload.finalize_layerwise_reload(self.model, self.model_config)
-            # A head that shares the embeddings would keep tensors of the old ones.
+            # A tied head would keep tensors of the old embeddings.
             if self.model_config.hf_text_config.tie_word_embeddings:
                 modules = list(self.model.modules())
                 source = next(each for each in modules if type(each) is embedding.VocabParallelEmbedding)

@@ -1,4 +1,4 @@
 """The embedded engine: samples and trains a Hugging Face causal language model with Tinker's methods.
 
-Imports nothing, so that `tinkerscript.engine.tiny` is found without torch.
+This imports nothing, so that `tinkerscript.engine.tiny` is found without torch.
 """

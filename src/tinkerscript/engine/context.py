@@ -1,10 +1,8 @@
 """`EngineContext`: what all clients of one engine share. `EngineThread`: the one thread that owns torch.
 
-Jobs run in order, long ones in slices. After each slice, sampling gets the thread for as long, so neither
-side starves.
-
-Invariants: every future resolves, with the error if a job fails. Within `max_context` the decoder equals
-the model: it ends where a rotary embedding would change with the length.
+Jobs run in order, long ones in slices. After each slice, sampling gets the thread for as long. Every future
+resolves, with the error if a job fails. `max_context` ends where a rotary embedding would change with the
+length, so the decoder equals the model.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16")
-"""Processor features, as torch names them, with which bfloat16 is no slower than float32."""
+"""Processor features, named as in torch, with which bfloat16 is no slower than float32."""
 
 
 T = TypeVar("T")
@@ -91,7 +89,7 @@ def open_context(
     images: ImageReader,
     thread: EngineThread | None = None,
 ) -> EngineContext:
-    """Starts a thread unless one is given. Raises EngineError if the config lacks a context length."""
+    """Raises EngineError if the config lacks a context length."""
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = text_config_of(model).vocab_size
     eos_ids = eos_ids_of(model)
@@ -121,7 +119,6 @@ def exact_context(config: PreTrainedConfig) -> int:
 
 
 def short_context(config: PreTrainedConfig) -> str | None:
-    """Why `exact_context` is below half of the model's own limit."""
     (own, _), *_ = limits = _limits(config)
     held, reason = min(limits)
     if 2 * held >= own:
@@ -184,7 +181,7 @@ def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 Slices = Generator[None, None, T]
-"""Work that yields where sampling may run."""
+"""It yields where sampling may run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +195,6 @@ Sampling = tuple[RunningBatch, Request | None]
 
 
 class EngineThread:
-    """Runs jobs in order, and steps every busy `RunningBatch`."""
-
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Job | Sampling | None] = queue.SimpleQueue()
         self._jobs: deque[Job] = deque()

@@ -1,10 +1,6 @@
 """`Decoder`: a frozen copy of the weights that prefills prompts and decodes one token per row and step.
 
-`FusedDecoder` is written for the Llama family (Llama, Mistral, Qwen2, Qwen3); `HubDecoder` runs any other
-Hugging Face causal model through its own forward pass. Both decode over a `KVCache`.
-
-Invariant: a decoder gives the model's own logits. `decoder_for` proves this on random tokens before a kind
-of decoder is used.
+Invariant: a decoder gives the model's own logits. `decoder_for` proves this on random tokens before use.
 """
 
 from __future__ import annotations
@@ -37,8 +33,9 @@ FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 PROOF_FACTOR, PROOF_FACTOR_OF_HALF = 30.0, 4.0
-"""Factors by which a correct decoder may exceed the model's rounding noise, in float32 and bfloat16.
-Correct ones measured 0.1 to 3.5 and 0.1 to 1; a wrong attention scale 50,000 and 6."""
+"""Factors by which a correct decoder may exceed the model's rounding noise, in float32 and bfloat16. Correct
+ones measured 0.1 to 3.5 and 0.1 to 1; a wrong attention scale 50,000 and 6.
+"""
 
 
 PROOF_FLOOR, PROOF_CEILING = 1e-6, 1.0
@@ -46,7 +43,7 @@ PROOF_FLOOR, PROOF_CEILING = 1e-6, 1.0
 
 
 NO_ADAPTER = "none"
-"""Not an adapter's name: a LoRA layer with it active computes its base layer."""
+"""With this unused name active, a LoRA layer computes its base layer."""
 
 
 LOGITS_ENTRIES = 2**25
@@ -64,14 +61,13 @@ FORWARD_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueErro
 
 @dataclass(frozen=True, slots=True)
 class AdapterTensors:
-    """A frozen LoRA adapter: W x becomes W x + scale B A x."""
+    """W x becomes W x + scale B A x."""
 
     scale: float
     modules: Mapping[str, tuple[Tensor, Tensor]]
     """Path of a linear module -> A (rank, in) and B (out, rank), float32."""
 
     slot: str = ""
-    """Name of the adapter in the module tree, for decoders that compute with the tree."""
 
 
 class Decoder(ABC):
@@ -83,28 +79,29 @@ class Decoder(ABC):
     """Rows share a step if their lengths differ by at most this factor (`KVCache`)."""
 
     routing: Routing | None = None
-    """If given, a row's state ends with a layer of the experts that its tokens chose: `keys` (L, P, k)."""
+    """If given, a row's state ends with a layer of its tokens' experts: `keys` (L, P, k)."""
 
     @abstractmethod
     def with_adapter(self, adapter: AdapterTensors) -> Decoder:
-        """A decoder of the same (shared) weights with `adapter`."""
+        """Return a decoder of the same (shared) weights with `adapter`."""
 
     def forget(self) -> None:  # noqa: B027 (only what computes with the module tree has anything to forget)
         """Note that something else changed the model's adapters."""
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether a layer has a state. Such a model prefills at once, and continues token by token."""
+        """Whether a layer has a state. Such a model prefills a prompt whole and continues token by token."""
         return False
 
     @abstractmethod
     def prefill(
         self, ids: Tensor, lengths: Tensor, past: RowState | None = None, begin: int = 0
     ) -> tuple[Tensor, list[RowState]]:
-        """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), and the rows' states.
+        """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), and the whole rows'
+        states.
 
         With the `past` of a row of `begin` tokens, each row of ids continues it (only one row if
-        `is_recurrent`). States are of whole rows.
+        `is_recurrent`).
         """
 
     @abstractmethod
@@ -115,12 +112,13 @@ class Decoder(ABC):
     def step(self, ids: Tensor, groups: Sequence[RowGroup[Any]]) -> Tensor:
         """ids (n,): the newest token of each row in all groups -> logits (n, V).
 
-        Writes the next position, which must be reserved. Does not change the groups' lengths.
+        Writes the next position, which must be reserved, without changing the groups' lengths.
         """
 
 
 class FusedDecoder(Decoder):
-    """Llama-family decoder with fused projections: about a fifth of the module tree's operations.
+    """Llama-family decoder with fused projections (Llama, Mistral, Qwen2, Qwen3): about a fifth of the module
+    tree's operations.
 
     Weights are (in, out), inputs (N, in).
     """
@@ -130,8 +128,7 @@ class FusedDecoder(Decoder):
     def __init__(
         self, model: PreTrainedModel, dtype: torch.dtype = torch.float32, *, shares: bool = False
     ) -> None:
-        """`shares`: use the model's own weights, which must be frozen and of `dtype`. Fused projections
-        become views."""
+        """`shares`: use the model's own weights, which must be frozen and of `dtype`."""
         self.device, self.dtype = model.device, dtype
         self._shares = shares
         self._lora: list[dict[str, _Factors]] = []
@@ -215,7 +212,7 @@ class FusedDecoder(Decoder):
             "norm_2": self._copy(layer.post_attention_layernorm.weight),
             "qkv": self._fused(projections),
             "qkv_bias": None if biases[0] is None else self._copy(torch.cat(biases)),
-            # One row per head normalizes q and k in one operation: (heads + kv_heads, D)
+            # q and k are normalized in one operation: (heads + kv_heads, D)
             "qk_norm": self._copy(
                 torch.cat(
                     [
@@ -291,7 +288,8 @@ class FusedDecoder(Decoder):
         self, ids: Tensor, past: RowState | None = None, begin: int = 0, *, keep: bool = True
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """ids (B, P) -> hidden states (B, P, C); with `keep`, also all keys and values per layer (B,
-        kv_heads, begin + P, D)."""
+        kv_heads, begin + P, D).
+        """
         B, P = ids.shape
         x = self._embedding[ids.reshape(-1)]  # (B*P, C)
         cos, sin = (table[begin : begin + P].repeat(B, 1, 1) for table in (self._cos, self._sin))
@@ -304,7 +302,7 @@ class FusedDecoder(Decoder):
             q, k = qk.split([self._heads, self._kv_heads], dim=1)
             if past is not None:
                 k, v = _after(past[index].keys, k), _after(past[index].values, v)
-            # With right padding, causal attention keeps real positions from seeing it.
+            # Causal attention hides right padding from real positions.
             o = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -406,7 +404,7 @@ def _after(past: Tensor | None, new: Tensor) -> Tensor:
 
 
 _Factors = tuple[Tensor, Tensor]
-"""An adapter's addition to a product of h (N, in): h @ (in, ranks) @ (ranks, out), float32."""
+"""An adapter adds h @ (in, ranks) @ (ranks, out) to a product of h (N, in), in float32."""
 
 
 def _factors(adapter: AdapterTensors, names: Sequence[str], widths: Sequence[int]) -> _Factors | None:
@@ -436,8 +434,6 @@ class _Tree:
 
 
 class HubDecoder(Decoder):
-    """Any Hugging Face causal model, through its own forward pass and our `KVCache`."""
-
     spread = 4  # Each group is a forward pass.
 
     def __init__(
@@ -448,8 +444,9 @@ class HubDecoder(Decoder):
         shares: bool = False,
         routing: Routing | None = None,
     ) -> None:
-        """`shares`: use the model itself, which must be frozen and of `dtype`. `routing`: also keep what its
-        routers choose."""
+        """`shares`: use the model itself, which must be frozen and of `dtype`. `routing`: also keep the
+        routers' choices.
+        """
         self.device, self.dtype, self.routing = model.device, dtype, routing
         self._adapter: AdapterTensors | None = None
         self._tree = _Tree()
@@ -489,8 +486,8 @@ class HubDecoder(Decoder):
             return self._prefill_by_steps(ids, past, begin)
         if not kinds.are_recurrent and not (past is not None and kinds.width):
             return self._prefill(ids, lengths, kinds, past, begin)
-        # Not padded: a state includes all of a row's tokens, and a window's cache after a past keeps the last
-        # ones of the longest row.
+        # Rows are not padded: states include all of a row's tokens, and a window's cache after a past keeps
+        # the last ones of the longest row.
         logits: list[Tensor] = []
         states: list[RowState] = []
         order: list[int] = []
@@ -537,7 +534,6 @@ class HubDecoder(Decoder):
         return nullcontext([]) if self.routing is None else self.routing.recorded(self._model)
 
     def _attended(self, layers: Sequence[LayerT]) -> Sequence[LayerT]:
-        """Without the experts."""
         return layers if self.routing is None else layers[:-1]
 
     def _prefill_by_steps(self, ids: Tensor, past: RowState, begin: int) -> tuple[Tensor, list[RowState]]:
@@ -582,7 +578,7 @@ class HubDecoder(Decoder):
 
 
 def _prefill_cache(config: Any, kinds: LayerKinds) -> DynamicCache:
-    """Rows are right-padded, so it keeps all positions, even with a window."""
+    """Keeps all positions, even with a window, because rows are right-padded."""
     if not kinds.are_recurrent:
         return DynamicCache()
     cache = DynamicCache(config=config)
@@ -624,7 +620,6 @@ def _state_of(layer: Any, row: int, end: int, window: int | None) -> LayerState:
 
 
 def _choices(ids: Tensor) -> LayerState:
-    """Chosen experts (L, P, k) as a layer without values."""
     return LayerState(ids, ids.new_empty(0, ids.shape[1], 0))
 
 
@@ -653,8 +648,7 @@ def _put_into_tree(model: PreTrainedModel, adapter: AdapterTensors) -> None:
 
 
 class _SlotLayer(DynamicLayer):
-    """A group's layer for one step: writes position lengths[i] of row i, returns [0, longest] or the
-    window."""
+    """A group's layer for one step: writes row i's position lengths[i], returns [0, longest] or a window."""
 
     def __init__(self, kept: LayerCache, lengths: Tensor, longest: int) -> None:
         super().__init__()
@@ -721,7 +715,7 @@ class _SlotCache(Cache):
 
 
 def backbone_output(model: PreTrainedModel, **inputs: Any) -> Any:
-    """What the head gets from the layers: `last_hidden_state` (B, N, C) and more."""
+    """Return the head's input, `last_hidden_state` (B, N, C), and more."""
     return _backbone(model)(**inputs)
 
 
@@ -733,7 +727,7 @@ def _backbone(model: PreTrainedModel) -> Any:
 
 
 def head_logits(model: PreTrainedModel, output: Any, hidden: Tensor) -> Tensor:
-    """Logits (B, n, V) of states (B, n, C), some of those in `output`.
+    """Logits (B, n, V) of some states (B, n, C) in `output`.
 
     The model's own forward pass keeps scales and caps.
     """
@@ -756,9 +750,9 @@ def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
 def decoder_for(
     model: PreTrainedModel, own: OwnLogits | None = None, *, frozen: bool
 ) -> type[FusedDecoder | HubDecoder]:
-    """The fastest kind of decoder that gives the model's own logits, up to rounding.
+    """Return the fastest kind of decoder that gives the model's own logits, up to rounding.
 
-    `own`: the model's, if already computed. The proof of a `frozen` model copies no weights. Raises
+    `own`: the model's logits, if already computed. The proof of a `frozen` model copies no weights. Raises
     EngineError with the differences if every kind fails.
     """
     kinds = (FusedDecoder, HubDecoder) if model.config.model_type in FUSED_MODEL_TYPES else (HubDecoder,)
@@ -787,7 +781,7 @@ def decoder_for(
 
 
 def text_config_of(model: PreTrainedModel) -> Any:
-    """The language model's config. Raises EngineError if it names no vocabulary."""
+    """Raise EngineError if the language model's config names no vocabulary."""
     config: Any = model.config.get_text_config()
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise EngineError(f"the config of model type {model.config.model_type!r} names no vocab_size")
@@ -806,14 +800,14 @@ class OwnLogits:
 
     limit: float
     windows: bool = True
-    """Whether all windows, if any, could be narrowed, so that these texts show them."""
+    """Whether all windows could be narrowed, so that short texts show them."""
 
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel) -> OwnLogits:
-    """The logits, and a tolerance from the noise of flipping the embeddings' last bit.
+    """Return the logits, with a tolerance from the noise of flipping the embeddings' last bit.
 
-    (Another batch shape often changes no bits.) Raises EngineError for a model without embeddings.
+    Another batch shape often changes no bits. Raises EngineError for a model without embeddings.
     """
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(text_config_of(model).vocab_size, (4, 12), generator=random)
@@ -868,8 +862,9 @@ def decoder_gap(own: OwnLogits, decoder: Decoder) -> float:
 
 
 def distance(expected: Tensor, found: Tensor) -> float:
-    """Root mean square difference in nats of log probabilities, weighted by probability, because of
-    outliers in large vocabularies. NaN is infinite."""
+    """Root mean square difference in nats of log probabilities. Weighting by probability ignores outliers in
+    large vocabularies. NaN counts as infinite.
+    """
     one, other = (each.flatten(0, -2).cpu().double().log_softmax(-1) for each in (expected, found))
     weights = (one.exp() + other.exp()) / 2
     gap = float((weights * (one - other) ** 2).sum(-1).mean().sqrt())

@@ -1,11 +1,8 @@
 """Training on several devices: one process (rank) each, and all take the same optimizer steps.
 
-Rank 0 has the engine. It samples, reads and writes files, and sends portions of the data to the others,
-which `follow`.
-
-Invariants: all ranks call the same `RankTrainer` methods in order, with equal numbers of microbatches, so
-that collective operations match. A follower waits on its connection, because a collective operation would
-time out. The end of one rank ends all.
+Rank 0 samples, reads and writes files, and sends data to the others, which `follow`. All ranks call the same
+`RankTrainer` methods in order, with equal numbers of microbatches, so that collective operations match. A
+follower waits on its connection, because a collective operation would time out. The end of one rank ends all.
 """
 
 from __future__ import annotations
@@ -52,7 +49,6 @@ Skeleton = dict[int, dict[str, float | None]]
 """Index of a parameter -> its optimizer state; None for tensors."""
 
 BUCKET_ELEMENTS = 2**25
-"""Gradients summed over the ranks at once: 128 MiB."""
 
 FILLER = -1
 
@@ -67,7 +63,6 @@ class Portion:
 
 
 def balanced(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenTree]]:
-    """Give each row, largest first, to the rank with the fewest tokens."""
     shares: list[list[TokenTree]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for tree in sorted(trees, key=lambda tree: (-tree.size, tree.paths[0][0])):
@@ -87,7 +82,7 @@ def portions(
 ) -> list[Portion]:
     """Split data into portions with about equal tokens and equal numbers of microbatches.
 
-    `rows` makes rows for a token budget, more only if that makes the largest portion a tenth smaller.
+    `rows` makes rows for a token budget. More are made only if the largest portion becomes a tenth smaller.
     """
     whole = rows(budget)
     shares = balanced(whole, ranks)
@@ -159,7 +154,6 @@ class ShardedWeights(Weights):
         self._gathered().write(folder, dtype)
 
     def read(self, folder: Path) -> None:
-        """Reads the full weights, which `LeadingTrainer.load` distributes."""
         assert self._whole is not None
         self._whole.read(folder)
 
@@ -202,7 +196,7 @@ class RankTrainer(Trainer):
         self.weights.gather()
 
     def gather_optimizer(self) -> dict[str, Any]:
-        """The optimizer state as in one process. Empty on followers."""
+        """Return the optimizer state as in one process, empty on followers."""
         own, is_first = Trainer.optimizer_state(self), dist.get_rank() == 0
         state: dict[int, dict[str, Tensor]] = {}
         for at, entry in own["state"].items():
@@ -358,7 +352,7 @@ class LeadingTrainer(RankTrainer):
 
 
 def load_weights(spec: RankSpec) -> Weights:
-    """`fully_shard` moves sharded weights to the device later."""
+    """Sharded weights move to the device later (`fully_shard`)."""
     device = "cpu" if spec.sharding == "shard" else spec.own_device
     model = load_model(spec.folder, device=device, dtype=spec.dtype)
     own = own_logits(model)
@@ -377,7 +371,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _part(full: Tensor | None, like: Tensor) -> Tensor:
-    """This rank's part of rank 0's tensor: all, or a shard like `like`. All ranks must call this."""
+    """Return this rank's part of rank 0's tensor: all, or a shard like `like`. All ranks must call this."""
     if full is None:
         given = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     else:
@@ -403,7 +397,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
 
 
 def follow() -> None:
-    # Rank 0 gets these signals too; it saves its state and then ends this rank.
+    # Rank 0 gets these signals too, saves its state, and then ends this rank.
     for number in (signal.SIGINT, signal.SIGTERM) if is_launched() else (signal.SIGINT,):
         signal.signal(number, signal.SIG_IGN)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -1,8 +1,4 @@
-"""`EmbeddedEngine`: samples and trains one base model, and copies of it, on one thread of this process.
-
-Invariant: a sampling client has its own copy of the weights, so it samples from one policy version while
-training continues.
-"""
+"""`EmbeddedEngine`: samples and trains one base model, and copies of it, on one thread of this process."""
 
 from __future__ import annotations
 
@@ -61,8 +57,8 @@ class EmbeddedEngine:
             response = sampling.sample(prompt, 4, tinker.SamplingParams(max_tokens=64)).result()
 
     `data` is a list of `tinker.Datum`: `model_input` ids [T], and `loss_fn_inputs` such as `target_tokens`
-    int64 [T], `logprobs` and `advantages` float32 [T]. `response.sequences` has four sequences, each with
-    `tokens` and `logprobs` [its length].
+    int64 [T], `logprobs` and `advantages` float32 [T]. A sampling client has its own copy of the weights, so
+    it samples from one policy version.
     """
 
     def __init__(
@@ -100,11 +96,10 @@ class EmbeddedEngine:
             notes: Text files, by name, that `save_state` adds to a checkpoint.
             lora: Train an adapter over the model, which is frozen in `dtype`. None: train all weights.
             activation_checkpointing: Recompute activations in the backward pass instead of storing them.
-            devices: Number of devices (GPUs with `cuda`) to train on, with one process each.
+            devices: Number of devices to train on, with one process each.
             sharding: `replicate`: every device has all weights. `shard`: each has a part, and the first one
                 also has all weights, to sample.
-            routing_replay: Record the experts that a mixture's routers choose while sampling, and choose them
-                again in training.
+            routing_replay: Replay a mixture's sampled choices of experts in training.
             log_dir: Where the other devices' processes log.
         """
         torch.set_num_threads(threads)
@@ -121,7 +116,7 @@ class EmbeddedEngine:
         self._notes = notes
         check_device(device)
         self.dtype = compute_dtype(dtype, device)
-        # Trained weights are float32. A frozen base uses the dtype of its products.
+        # Trained weights are float32. A frozen base uses the products' dtype.
         frozen = lora is not None or base is not None
         loaded_dtype = self.dtype if frozen else torch.float32
         with ExitStack() as undo:
@@ -195,7 +190,6 @@ class EmbeddedEngine:
 
     @property
     def warnings(self) -> list[str]:
-        """Describe what users should know before training."""
         found = [short_context(self._model.config)]
         if self.max_context < (longest := exact_context(self._model.config)):
             found.append(
@@ -223,7 +217,6 @@ class EmbeddedEngine:
 
     @property
     def lora(self) -> LoraSettings | None:
-        """None: all weights train."""
         return self._lora
 
     @property
@@ -252,7 +245,7 @@ class EmbeddedEngine:
             self._ranks.close()
 
     def create_training_client(self) -> EmbeddedTrainingClient:
-        """A client of the engine's own weights."""
+        """Return a client of the engine's own weights."""
         return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir, self._notes)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:
@@ -266,11 +259,10 @@ class EmbeddedEngine:
         lora: LoraSettings | None = None,
         checkpoint_dir: Path | None = None,
     ) -> APIFuture[EmbeddedTrainingClient]:
-        """A client with separate weights: a copy of the base model's, or a checkpoint's.
+        """Return a client with separate weights: a copy of the base model's, or a checkpoint's.
 
-        With LoRA it trains adapters over the shared base, new ones with `lora` (None: the engine's
-        settings). `optimizer`: also load the optimizer state. Raises EngineError for another model's
-        checkpoint.
+        With LoRA it trains adapters over the shared base, new ones with `lora` (None: the engine's settings).
+        `optimizer`: also load the optimizer state. Raises EngineError for another model's checkpoint.
         """
 
         def job() -> EmbeddedTrainingClient:
@@ -286,7 +278,7 @@ class EmbeddedEngine:
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
 
     def open_frozen(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Frozen weights of a model, perhaps with a LoRA `adapter`.
+        """Load a model, perhaps with a LoRA `adapter`, that never trains.
 
         The engine's frozen base is not loaded again. Blocks the caller, not the engine. Raises EngineError.
         """
@@ -297,7 +289,7 @@ class EmbeddedEngine:
             from tinkerscript.engine.frozen import (
                 FrozenBase,
                 FrozenModels,
-            )  # Imports PEFT.
+            )
 
             own = self._base and FrozenBase(self._base, self.context, self.shares_prefixes)
             device = str(self._model.device)
@@ -383,7 +375,7 @@ def _lora_base(
 def _leading_trainer(
     ranks: Ranks, weights: Weights, *, share_prefixes: bool, routing: Routing | None
 ) -> Trainer:
-    from tinkerscript.engine.distributed import LeadingTrainer  # Only needed with several devices.
+    from tinkerscript.engine.distributed import LeadingTrainer
 
     ranks.join()
     return LeadingTrainer(ranks, weights, share_prefixes=share_prefixes, routing=routing)

@@ -33,13 +33,13 @@ NO_CHANGE = LoraSettings(rank=1, targets=("attn",))
 
 
 class TopLogprobs(NamedTuple):
-    """Of a sequence under a frozen model. Position 0 has no context and is 0."""
+    """Position 0 has no context and is 0."""
 
     own: NDArray[np.float32]
-    """[T]: of the sequence's tokens."""
+    """[T]: the sequence's tokens."""
 
     ids: NDArray[np.int64]
-    """[T, K]: the most probable tokens at each position."""
+    """[T, K]: the most probable tokens."""
 
     values: NDArray[np.float32]
     """[T, K]: their logprobs."""
@@ -49,7 +49,7 @@ class FrozenWeights:
     def __init__(
         self, base: FrozenBase, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer
     ) -> None:
-        self._base = base  # `FrozenModels` forgets a base that nothing uses.
+        self._base = base  # `FrozenModels` forgets a base without users.
         self.context = context
         self.sampling = sampling
         self._trainer = trainer
@@ -73,7 +73,7 @@ class FrozenWeights:
         temperatures: Sequence[NDArray[np.float32]],
         top: int,
     ) -> Future[list[TopLogprobs]]:
-        """`logprobs`, with those of the `top` most probable tokens at each position."""
+        """Like `logprobs`, also for the `top` most probable tokens at each position."""
         return self.context.thread.call_in_slices(lambda: self._scoring_top(sequences, temperatures, top))
 
     def _scoring_top(
@@ -131,7 +131,7 @@ class FrozenModels:
         self._loading = threading.Lock()
 
     def open(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Loads on the caller's thread, while the engine keeps running. Raises EngineError."""
+        """Load on the caller's thread, while the engine keeps running. Raises EngineError."""
         with self._loading:
             key = folder.resolve()
             base = self._bases.get(key)

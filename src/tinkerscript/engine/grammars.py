@@ -1,9 +1,7 @@
 """`Grammars`: which tokens a grammar allows next, computed by llguidance.
 
-Invariant: added tokens (such as `<tool_call>` or ends of turns) match only by id, never as text, so a
-constrained string cannot smuggle one in.
-
-The dialect is llguidance's Lark: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+Added tokens (such as `<tool_call>` or ends of turns) match only by id, so a constrained string cannot smuggle
+one in. The dialect is llguidance's Lark: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 from __future__ import annotations
@@ -25,15 +23,14 @@ except ImportError:  # Requests that need it get an error.
     LLMatcher = LLTokenizer = None
 
 COMPILED_GRAMMARS = 64
-"""A task's calls share a few grammars."""
 
 
 class GrammarError(EngineError):
-    """The message is the compiler's."""
+    pass
 
 
 class Matcher:
-    """One sequence's state. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(self, matcher: Any, vocabulary: int) -> None:
         self._matcher = matcher
@@ -48,7 +45,7 @@ class Matcher:
         return allowed
 
     def take(self, token: int) -> None:
-        """Raises GrammarError if the grammar does not allow the token.
+        """Raises GrammarError for a forbidden token.
 
         The mask may have allowed it: a marker, where the grammar wants its spelling as text.
         """
@@ -56,7 +53,7 @@ class Matcher:
             raise self._dead_end(f"it expects a text that only the token {token} spells")
 
     def _dead_end(self, what: str) -> GrammarError:
-        # The rest is the parser's state, a kilobyte per failed call.
+        # The rest is a kilobyte of the parser's state.
         reason = str(self._matcher.get_error()).partition("\n")[0].strip()
         return GrammarError(f"the grammar cannot be followed to its end: {what} ({reason})")
 

@@ -1,8 +1,8 @@
 """Images as token ids: every position of an image gets an id below zero that no other position has.
 
-All images have the same placeholder in a prompt. With ids of their own, the prefix cache and the packing of
-training rows tell them apart. The embedding layer looks these ids up in the image's features, which the
-model's own vision tower and projector compute. Both are frozen, so sampler and trainer share the features.
+In a prompt, all images have the same placeholder. Unique ids let the prefix cache and the packing of training
+rows tell them apart. The embedding layer looks them up in the features from the frozen vision tower and
+projector, which sampler and trainer share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NUMBERS = itertools.count()
 
 
 Placed = tuple[int, bytes]
-"""An image in ids: where its first placeholder is, and its file."""
+"""Index of an image's first placeholder in ids, and its file."""
 
 
 class ImageFeatures:
@@ -63,7 +63,7 @@ _IMAGES: WeakValueDictionary[int, ImageFeatures] = WeakValueDictionary()
 
 
 class IdsWithImages(tinker.ModelInput):
-    """Ids [T] with the placeholders of images, and the images."""
+    """Ids [T] with placeholders, and their images."""
 
     images: tuple[Placed, ...] = ()
 
@@ -87,7 +87,7 @@ class ImageReader:
 
     @cached_property
     def _processor(self) -> Any:
-        # The one with Pillow, because torchvision's resizes a little differently.
+        # Pillow's, because torchvision resizes a little differently.
         name = self._model.config.model_type
         try:
             module = import_module(f"transformers.models.{name}.image_processing_pil_{name}")
@@ -102,8 +102,7 @@ class ImageReader:
     def read(self, ids: Sequence[int], images: Sequence[Placed]) -> tuple[list[int], list[ImageFeatures]]:
         """Replace the placeholders of `images` in `ids`. Hold the features while the new ids are in use.
 
-        Raises EngineRequestError if the engine takes no images, or the placeholders are not where the images
-        are.
+        Raises EngineRequestError if the engine takes no images, or the placeholders are elsewhere.
         """
         if images and not takes_images(self._model):
             raise EngineRequestError(f"images: a {self._model.config.model_type} takes only text here")
@@ -148,7 +147,6 @@ def takes_images(model: PreTrainedModel) -> bool:
 
 
 def embed_images(model: PreTrainedModel) -> None:
-    """Make the model's embedding layer look up the ids of images in their features."""
     embeddings: Any = model.get_input_embeddings()
     embeddings.forward = partial(_embedded, embeddings.forward)
 

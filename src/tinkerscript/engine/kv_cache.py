@@ -1,12 +1,10 @@
 """`KVCache`: what a model's layers keep of the rows being decoded, within a `CacheBudget`.
 
-An attention layer keeps keys and values; with a window, the last ones in a ring, position p in place p
-modulo the window. A recurrent layer keeps one state, after a row's newest token.
+An attention layer keeps keys and values; with a window, the last ones in a ring, position p in place p modulo
+the window. A recurrent layer keeps one state. Rows of similar length share dense storage (`RowGroup`), so a
+step reads views instead of copying the cache.
 
-Rows of similar length share dense storage (`RowGroup`), so a step reads views. (Gathering blocks would copy
-the whole cache at every token.)
-
-Invariants: the live rows of a group are [0, n). Running out of memory loses nothing.
+The live rows of a group are [0, n). Running out of memory loses nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ GROUPED_TOKENS = 256
 
 
 PLACES = 64
-"""Tokens that storage grows by, so that copying stays cheap next to attention."""
+"""Storage grows by this many tokens, so that copying stays cheap next to attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,7 @@ class LayerState:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether a prefix's keys and values are all that is needed to continue from it."""
+        """Whether a prefix's keys and values suffice to continue from it."""
         return self.window is None and not self.states
 
     @property
@@ -52,7 +50,6 @@ class LayerState:
 
 
 RowState = Sequence[LayerState]
-"""One per layer."""
 
 
 def cut(state: RowState, begin: int, end: int | None = None) -> RowState:
@@ -102,7 +99,7 @@ class Evicts(Protocol):
 
 
 class CacheBudget:
-    """Bytes that an engine's caches may hold together. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(self, total: float = math.inf) -> None:
         self.total = total
@@ -112,7 +109,7 @@ class CacheBudget:
         self.stores: WeakSet[Evicts] = WeakSet()
 
     def has_room(self, more: int) -> bool:
-        """Whether `more` bytes fit, after evicting what was used least recently."""
+        """Whether `more` bytes fit, after evicting the least recently used."""
         while self.total < math.inf and sum(each.bytes for each in self.holders) + more > self.total:
             kept = [(oldest, store) for store in self.stores if (oldest := store.oldest) is not None]
             if not kept:
@@ -123,8 +120,6 @@ class CacheBudget:
 
 @dataclass(slots=True)
 class LayerCache:
-    """Storage of one layer, for at least the group's rows and positions."""
-
     keys: Tensor
     """(rows, heads, positions, width); empty without attention."""
 
@@ -156,7 +151,7 @@ class RowGroup(Generic[Row]):
     lengths: list[int] = field(default_factory=list[int])
     room_for_rows: int = 0
     room_for_tokens: int = 0
-    """What fits into every layer; some may have more after memory ran out."""
+    """Fits into every layer; some have more after memory ran out."""
 
     bytes: int = 0
     storage: int = 0
@@ -168,7 +163,8 @@ class RowGroup(Generic[Row]):
 
     def shape(self, rows: int, length: int) -> tuple[int, int]:
         """Storage for `rows` rows of `length` tokens: unchanged if they fit, otherwise just enough, or half
-        as many rows again if rows join one by one."""
+        as many rows again if rows join one by one.
+        """
         if rows <= self.room_for_rows and length <= self.room_for_tokens:
             return self.room_for_rows, self.room_for_tokens
         if rows > self.room_for_rows:
@@ -218,7 +214,7 @@ class RowGroup(Generic[Row]):
                     continue
                 if new.shape[1] == length == layer.places(length):
                     stored[first:end, :, :length] = new
-                else:  # A ring, of which a prefill may give one token less: the next one takes its place.
+                else:  # A prefill may give a ring one token less: the next one takes its place.
                     known = min(new.shape[1], layer.places(length))
                     ring = torch.arange(length - known, length, device=new.device) % layer.places(length)
                     stored[first:end, :, ring] = new[:, -known:]
@@ -258,10 +254,7 @@ class RowGroup(Generic[Row]):
 
 
 class KVCache(Generic[Row]):
-    """Rows of all lengths, in groups. Only the owner knows what a row is."""
-
     def __init__(self, budget: CacheBudget | None = None, spread: float = 2) -> None:
-        """`spread`: rows share storage unless lengths differ by more than this factor."""
         self._spread = spread
         self.groups: list[RowGroup[Row]] = []
         self._budget = budget or CacheBudget()
@@ -285,7 +278,6 @@ class KVCache(Generic[Row]):
         return sum(group.bytes for group in self.groups)
 
     def row_bytes(self, length: int) -> int:
-        """Bytes of a row of `length` tokens; 0 before the first row."""
         return sum(layer.row_bytes(length) for layer in self._layers)
 
     def clear(self) -> None:
@@ -293,7 +285,7 @@ class KVCache(Generic[Row]):
         self.groups = []
 
     def fit(self, lengths: Sequence[int], like: RowState) -> int:
-        """How many of the first `lengths` fit, including their next tokens."""
+        """Return how many of the first rows fit with their next tokens."""
         self._know(like)
         for count in range(len(lengths), 0, -1):
             joining = self._joining(lengths[:count])
@@ -322,7 +314,6 @@ class KVCache(Generic[Row]):
         return RowGroup(limit, [replace(layer, states=list(layer.states)) for layer in self._layers])
 
     def _joining(self, lengths: Sequence[int]) -> list[tuple[RowGroup[Row], int, int]]:
-        """Groups that the rows join, with the new number of rows and the new length."""
         joining: dict[int, list[int]] = {}
         for length in lengths:
             joining.setdefault(group_limit(length + 1, self._spread), []).append(length + 1)
@@ -385,7 +376,7 @@ class KVCache(Generic[Row]):
         return group.state(index, begin)
 
     def last_layer(self, row: Row, begin: int) -> Tensor | None:
-        """View the keys of a row's last layer from position `begin` on. None: the row is not here."""
+        """View the keys of a row's last layer from `begin` on. None: the row is not here."""
         if row not in self.rows:
             return None
         group, index = self._place(row)

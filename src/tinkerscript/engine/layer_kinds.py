@@ -1,7 +1,6 @@
 """`LayerKinds`: what each layer of a model looks back on: the whole text, a window, a chunk, or a state.
 
-A window is relied upon only once proved. Proofs use short texts, so `narrowed_windows` narrows the windows
-first.
+Windows are used only once proved. Proofs use short texts, so `narrowed_windows` narrows the windows first.
 """
 
 from __future__ import annotations
@@ -58,8 +57,9 @@ class LayerKinds:
         return {kind: of_kind(kind) for kind in kinds}
 
     def hides(self, kind: str, distances: Tensor, queries: Tensor) -> Tensor | None:
-        """Whether a layer of `kind` does not look back `distances` tokens from the positions `queries`.
-        None: it sees everything."""
+        """Whether a layer of `kind` does not look back `distances` tokens from the positions `queries`. None:
+        it sees everything.
+        """
         if kind == SLIDING:
             return distances >= self.width
         if kind == CHUNKED:

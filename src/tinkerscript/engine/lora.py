@@ -1,9 +1,8 @@
 """LoRA: one frozen base model, and adapters over it, each the weights of one run.
 
-PEFT's module tree trains, and checkpoints have its files and names. An adapter is float32, and adds `alpha
-/ rank` times B A x to a product.
-
-Invariant: a run's adapter is activated in the tree before anything is computed. Decoders copy A and B.
+PEFT's module tree trains, and checkpoints have its files and names. An adapter is float32, and adds `alpha /
+rank` times B A x to a product. A run's adapter is activated in the tree before anything is computed. Decoders
+copy A and B.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _MLP = ("mlp", "ffn", "feed_forward")
 
 
 class LoraBase:
-    """A frozen model and its adapters. Not thread-safe: the engine's thread owns it."""
+    """Not thread-safe: the engine's thread owns it."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, kind: Callable[..., Decoder]) -> None:
         self.model = model.requires_grad_(False)
@@ -128,8 +127,7 @@ class LoraBase:
         )
         self.decoder.forget()
         with _seeded(settings.seed, self.model.device), warnings.catch_warnings():
-            # PEFT warns about tied embeddings, which an adapter on the head leaves alone and `merged`
-            # unties.
+            # PEFT warns about tied embeddings, which an adapter on the head leaves alone and `merged` unties.
             warnings.simplefilter("ignore")
             if self._peft is None:
                 self._peft = get_peft_model(self.model, config, adapter_name=name)  # pyright: ignore
@@ -142,7 +140,7 @@ class LoraBase:
             self.decoder.forget()
             assert self._peft is not None
             with warnings.catch_warnings():
-                # PEFT warns that another adapter becomes active; `activate` decides that.
+                # PEFT warns that another adapter becomes active, which `activate` decides.
                 warnings.simplefilter("ignore")
                 self._peft.delete_adapter(self._unused.popleft())
 
@@ -154,14 +152,13 @@ class LoraBase:
     def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """`modules` on the model's device. Raises EngineError for wrong shapes."""
+        """Move `modules` to the model's device. Raises EngineError for wrong shapes."""
         for name, expected in self._shapes(settings).items():
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
                 raise EngineError(f"the adapter {folder} belongs to another model: {name} does not fit")
         return {name: (a.to(self.model.device), b.to(self.model.device)) for name, (a, b) in modules.items()}
 
     def _shapes(self, settings: LoraSettings) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
-        """Module path -> shapes of A and B."""
         rank = settings.rank
         shapes: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
         for name in target_modules(self.model, settings.targets):
@@ -169,7 +166,7 @@ class LoraBase:
             width, features = linear_shape(getattr(layer, "base_layer", layer))
             shapes[name] = (rank, features), (width, rank)
         if target_parameters(self.model, settings.targets):
-            self._slot(settings)  # Gives PEFT's tree the paths, because experts nest within one module.
+            self._slot(settings)  # PEFT's tree has the paths, because experts nest within one module.
             for name, module in self.model.named_modules():
                 if isinstance(module, ParamWrapper):
                     experts: Any = module
@@ -262,7 +259,6 @@ class Adapter(Weights):
                 b.mul_(CANARY_SHARE * weight.float().norm() / norm)
 
     def _target_modules(self) -> list[str]:
-        """Last names of the modules if unambiguous, else full paths."""
         short = sorted({path.rpartition(".")[2] for path in self._linear})
         return short if set(target_modules(self.model, short)) == set(self._linear) else sorted(self._linear)
 
@@ -274,7 +270,7 @@ class Adapter(Weights):
 
 
 def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """Raises EngineRequestError for targets that the model lacks."""
+    """Raises EngineRequestError for missing targets."""
     head = model.get_output_embeddings()
     found: dict[str, list[str]] = {target: [] for target in targets}
     towers = _outside_of_text(model)
@@ -347,7 +343,7 @@ def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def merged(folder: Path) -> PreTrainedModel:
-    """The adapter merged into its base, in its dtype. Raises ConfigError and EngineError."""
+    """Merge the adapter into its base, in its dtype. Raises ConfigError and EngineError."""
     base = base_of_adapter(folder)
     if base is None:
         raise EngineError(

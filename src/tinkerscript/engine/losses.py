@@ -1,9 +1,7 @@
-"""The losses that the engine trains with (`LOSSES`), and the logprobs that they take (`target_logprobs`).
+"""The losses of training (`LOSSES`), and the logprobs that they take (`target_logprobs`).
 
-A loss is a sum over tokens, as in Tinker, so gradients do not depend on microbatches. A new loss is a
-function of per-token losses and an entry in the table.
-
-Invariant: logits exist only in chunks.
+A loss is a sum over tokens, as in Tinker, so gradients do not depend on microbatches. Invariant: logits exist
+only in chunks.
 """
 
 from __future__ import annotations
@@ -30,47 +28,51 @@ __all__ = ["LOSSES", "TERMS", "ConfiguredLoss", "Loss", "TokenLosses", "resolve_
 TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 """(logprobs, inputs, settings) -> losses, unreduced.
 
-All tensors have the shape of `logprobs`: (B, T), or one axis for a microbatch's tokens. `logprobs` are the
-model's for the targets, float32, at their sampling temperatures. `inputs`: the datums' `loss_fn_inputs` by
-name, plus `MASK` and `SEQUENCE`.
+All tensors are (B, T), or have one axis for a microbatch's tokens. `logprobs` are the model's for the
+targets, float32, at their sampling temperatures. `inputs`: the datums' `loss_fn_inputs` by name, plus `MASK`
+and `SEQUENCE`.
 """
 
 MASK = "mask"
-"""Input, bool: tokens that train. Optional; by default, those with an advantage or a weight."""
+"""bool: tokens that train. By default those with an advantage or a weight."""
 
 SEQUENCE = "sequence"
-"""Input, int64 from 0: the token's sequence."""
+"""int64 from 0: the token's sequence."""
 
 TEMPERATURES = "temperatures"
-"""Input, float32: divides each token's logits, by default by 1. Losses get logprobs after it."""
+"""float32: divides each token's logits before losses get logprobs. By default 1."""
 
 ENTROPY = "entropy"
-"""Input for losses with `needs_entropy`: the sampling distribution's, in nats, with gradient."""
+"""For losses with `needs_entropy`: the sampling distribution's, in nats, with gradient."""
 
 SCALE = "scale"
-"""Input, float32: factor of terms without an advantage: 1 over the advantages' divisor
-(`training.loss_mean`), 0 where nothing trains. Optional; by default the mask."""
+"""float32: factor of terms without an advantage: 1 over the advantages' divisor (`training.loss_mean`), 0
+where nothing trains. By default the mask.
+"""
 
 START = "start_logprobs"
-"""Input, float32: the start policy's, for KL terms."""
+"""float32: the start policy's, for KL terms."""
 
 SAMPLER = "sampler_logprobs"
-"""Input, float32: the sampler's, for datums with other `logprobs`."""
+"""float32: the sampler's, for datums with other `logprobs`."""
 
 COVARIANT = "covariant"
-"""Input: 1 for tokens with an outstanding covariance of advantage and logprob in the whole batch, else 0
-(`train.token_advantages.covariant_tokens`)."""
+"""1 for tokens with an outstanding covariance of advantage and logprob in the whole batch
+(`train.token_advantages.covariant_tokens`), else 0.
+"""
 
 CANDIDATES, TEACHER = "candidates", "teacher_logprobs"
-"""Inputs, int64 and float32 [T, K]: a teacher's K most probable tokens at each position, and their logprobs
-under it. They add KL(policy, teacher) over these tokens, with the remainder as one more, times `SCALE`."""
+"""int64 and float32 [T, K]: a teacher's K most probable tokens at each position, and their logprobs. They add
+KL(policy, teacher) over these tokens, with the remainder as one more, times `SCALE`.
+"""
 
 CANDIDATE_LOGPROBS = "candidate_logprobs"
-"""Input where `CANDIDATES` is one, float32 [T, K]: the model's, with gradient."""
+"""float32 [T, K]: the model's logprobs of `CANDIDATES`, with gradient."""
 
 CHOSEN_EXPERTS = "experts"
-"""Not for losses: int64 [T, n], the bytes of the experts to choose at each token (`Routing.packed`), 8 in a
-number."""
+"""Not for losses. int64 [T, n]: the bytes of the experts to choose at each token (`Routing.packed`), 8 in a
+number.
+"""
 
 OPTIONAL_INPUTS = frozenset(
     {MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT, CHOSEN_EXPERTS, CANDIDATES, TEACHER}
@@ -94,12 +96,12 @@ MAX_LOG_RATIO = 20.0
 TERMS: Mapping[str, float] = {**dict.fromkeys(KL_LOSSES, 0.0), "entropy": 0.0, "off_policy_mask": 0.0}
 """Settings of every policy loss; 0: off.
 
-`kl_k1`, `kl_k2`, `kl_k3`, `kl_unbiased`: weights of added estimates of KL(policy, start). With d = log
-p(policy) - log p(start), these are d, d^2 / 2, exp(-d) - 1 + d (Schulman 2020, "Approximating KL
-Divergence"), and the third times the loss's probability ratio, which has the divergence's gradient
-(DeepSeek-V3.2 2025, arXiv:2512.02556). `entropy`: the weight of the entropy, which is subtracted.
-`off_policy_mask`: tokens with a negative advantage carry no loss if the mean of log p(sampler) - log
-p(policy) over their sequence exceeds this (also DeepSeek-V3.2).
+`kl_k1`, `kl_k2`, `kl_k3`, `kl_unbiased`: weights of estimates of KL(policy, start). With d = log p(policy) -
+log p(start), these are d, d^2 / 2, exp(-d) - 1 + d (Schulman 2020, "Approximating KL Divergence"), and the
+third times the loss's probability ratio, which has the divergence's gradient (DeepSeek-V3.2 2025,
+arXiv:2512.02556). `entropy`: weight of the entropy, which is subtracted. `off_policy_mask`: tokens with a
+negative advantage carry no loss if the mean of log p(sampler) - log p(policy) over their sequence exceeds
+this (also DeepSeek-V3.2).
 """
 
 
@@ -128,13 +130,11 @@ class ConfiguredLoss:
 class Loss:
     tokens: TokenLosses
     inputs: frozenset[str] = POLICY_INPUTS
-    """The `loss_fn_inputs` that a datum must have, each [T], besides `OPTIONAL_INPUTS`."""
+    """The `loss_fn_inputs` [T] that a datum must have, besides `OPTIONAL_INPUTS`."""
 
     settings: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Further keys of `loss_fn_config`, with defaults."""
 
     ratio: Literal["token", "sequence"] = "token"
-    """For `train/clip_fraction`, with `CLIP`'s settings."""
 
     needs_entropy: bool = False
 
@@ -143,7 +143,7 @@ class Loss:
         return {**(TERMS if self.inputs >= POLICY_INPUTS else {}), **self.settings}
 
     def configured(self, name: str, config: Mapping[str, float | str] | None) -> ConfiguredLoss:
-        """Raises EngineRequestError for an invalid key or value of `config`."""
+        """Raises EngineRequestError for an invalid `config`."""
         known = self.known
         settings = _Settings(name, {**known, **_numbers(name, config or {}, known=known)})
         needs_entropy = self.needs_entropy or bool(settings.get("entropy"))
@@ -203,8 +203,8 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str,
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
     """-min(s_t * advantage, clip(s_t) * advantage) / n; GSPO-token of Zheng et al. 2025, arXiv:2507.18071.
 
-    s is the geometric mean of the ratios of a sequence's n trained tokens. s_t has the value of s and its
-    token's gradient, so that tokens can have different advantages.
+    s is the geometric mean of the ratios of a sequence's n trained tokens. s_t has its value and the token's
+    gradient, so that tokens can have different advantages.
     """
     advantages = inputs["advantages"]
     means, counts = _sequence_means(logprobs.detach() - inputs["logprobs"], inputs)
@@ -221,7 +221,8 @@ def ppo_dual_clip(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapp
 
 def dppo_tv(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
     """-ratio * advantage, or 0 if the token's probability has moved by more than delta in the advantage's
-    direction; Qi et al. 2026, arXiv:2602.04879, Binary-TV."""
+    direction; Qi et al. 2026, arXiv:2602.04879, Binary-TV.
+    """
     moved = logprobs.detach().exp() - inputs["logprobs"].exp()
     return _within(moved.abs(), moved, logprobs, inputs, settings)
 
@@ -295,8 +296,9 @@ def _with_terms(
 
 
 def divergence_of_candidates(policy: Tensor, teacher: Tensor) -> Tensor:
-    """KL(policy, teacher) in nats (T,), from logprobs (T, K) of the same tokens, with the remainders of both
-    as one more token. It is at most the divergence of the whole distributions."""
+    """KL(policy, teacher) in nats (T,), from logprobs (T, K) of the same tokens, with the remainders as one
+    more. It bounds the whole divergence from below.
+    """
     rests = [(1 - each.exp().sum(-1, keepdim=True)).clamp(min=TINY).log() for each in (policy, teacher)]
     p, t = (torch.cat([each, rest], -1) for each, rest in zip((policy, teacher), rests, strict=True))
     return (p.exp() * (p - t)).sum(-1)
@@ -313,7 +315,7 @@ def _divergence(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Te
 
 
 def _sequence_means(values: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Per token: the mean of `values` over its sequence's trained tokens, and their number."""
+    """Per token: its sequence's mean of `values` over trained tokens, and their number."""
     sequence, mask = inputs[SEQUENCE], inputs[MASK]
     both = torch.stack([torch.where(mask, values, 0.0), mask.to(values.dtype)])
     totals, counts = values.new_zeros(2, int(sequence.max()) + 1).index_add(1, sequence, both)
@@ -352,14 +354,14 @@ LOSSES: Mapping[str, Loss] = {
     ),
     "kl_cov": Loss(kl_cov, inputs=POLICY_INPUTS | {COVARIANT}, settings={"kl": 1.0, "cov_share": 2e-4}),
 }
-"""By `loss_fn`. Tinker's names mean the same, except that `gspo` is divided by n."""
+"""Tinker's names mean the same, except that `gspo` is divided by n."""
 
 
 def resolve_loss(name: str) -> Loss:
     """Look up a loss in the table, or import a user's as `module:name` or `file.py:name`.
 
-    That is a `Loss`, or a function like those above with `POLICY_INPUTS` and no settings. This imports
-    code: look up names from a network in `LOSSES`. Raises EngineRequestError.
+    A user's loss is a `Loss`, or a function with `POLICY_INPUTS` and no settings. Because this imports code,
+    look up names from a network in `LOSSES`. Raises EngineRequestError.
     """
     return LOSSES[name] if name in LOSSES else _users_loss(name)
 
@@ -409,10 +411,10 @@ def target_logprobs(
         inputs: For the model's forward pass, B rows of N tokens.
         places: [S] among the B * N tokens; several targets may follow the same token.
         temperatures: [S], divide the logits.
-        rows: Tokens with logits in memory at once (None: `logits_rows`). Backward recomputes further chunks.
+        rows: Tokens with logits in memory at once (None: `logits_rows`).
         with_entropies: Return (2, S), with entropies in nats in the second row.
         entropy_gradients: Give the entropies gradients.
-        top: Return (1 + 2 K, S), with the K highest logprobs and their ids in further rows, for `top` K.
+        top: Return (1 + 2 K, S), with the K highest logprobs and their ids in further rows.
     """
     of_chunk: Any = _with_entropies if with_entropies else _TargetLogprobs.apply
     if entropy_gradients:
@@ -469,7 +471,8 @@ def _forward(
 
 class _TargetLogprobs(torch.autograd.Function):
     """(logits / temperatures).log_softmax(-1)[places, targets]. Backward allocates one tensor like the
-    logits."""
+    logits.
+    """
 
     @staticmethod
     def forward(
@@ -502,7 +505,7 @@ BLOCKS = 8
 
 
 class _LogprobsAndEntropies(torch.autograd.Function):
-    """`_TargetLogprobs` with entropies, (2, s). Backward also allocates blocks."""
+    """`_TargetLogprobs` with entropies, (2, s)."""
 
     @staticmethod
     def forward(

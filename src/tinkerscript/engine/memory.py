@@ -1,7 +1,7 @@
 """`peak_memory`: a formula for the peak memory of training and sampling, checked by `bench/memory.py`.
 
-The model only exists on torch's `meta` device. For models outside the Llama family, activations and
-decoding are estimates.
+The model only exists on torch's `meta` device. Outside the Llama family, activations and decoding are
+estimates.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class Memory:
     """Peak of a microbatch, or of the optimizer step if larger."""
 
     logits: int
-    """One chunk and what the loss derives from it. 0 if the peak is elsewhere."""
+    """One chunk and the loss's tensors for it. 0 if the peak is elsewhere."""
 
     kv_cache: int
-    """Of running rows. The rest of the budget keeps prefixes."""
 
     decoding: int
     """The larger temporaries: of a prefill, or of a step of all rows."""
@@ -47,17 +46,15 @@ class Memory:
 
     @property
     def checkpoint(self) -> int:
-        """On disk."""
+        """Bytes on disk."""
         return self.gradients + self.moments
 
     @property
     def training(self) -> int:
-        """Peak while training and not sampling."""
         return self.held + self.activations + self.logits
 
     @property
     def sampling(self) -> int:
-        """Peak while sampling and not training."""
         return self.weights + self.adapters + self.kv_cache + self.decoding
 
     @property
@@ -78,7 +75,6 @@ class Workload:
     rows: int = 0
     prompt: int = 0
     length: int = 0
-    """Tokens of prompt and reply together."""
 
     choices: int = 0
     """Bytes per token of recorded experts (`engine.routing_replay`)."""
@@ -100,7 +96,7 @@ def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workl
     parameters = w.parameters
     trained, head = _adapters(model, lora) if lora else (parameters, True)
     e = dtype.itemsize
-    # A sampler copies what trains, and never ties its head.
+    # A sampler copies trained weights, and never ties its head.
     copies = work.samplers * e * (parameters + (w.V * w.C if w.tied and w.fused else 0))
     activations, logits = _microbatch(w, lora, e, work, trained=trained, head=head)
     return Memory(
@@ -116,7 +112,7 @@ def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workl
 
 
 def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
-    """Number of parameters, and whether some are the head's."""
+    """Return the number of parameters, and whether some are the head's."""
     # It imports PEFT, which takes half a second.
     from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
 
@@ -131,7 +127,6 @@ def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
 
 
 def cache_bytes(model: PreTrainedModel, dtype: torch.dtype, lengths: Sequence[int], choices: int = 0) -> int:
-    """`choices`: bytes per token of recorded experts."""
     w = _Widths.of(model)
     return (w.token_bytes(dtype.itemsize) + choices) * stored_tokens(lengths, w.spread)
 
@@ -187,7 +182,8 @@ def _empty(config: PreTrainedConfig) -> Any:
 @dataclass(frozen=True, slots=True)
 class _Widths:
     """C, I, V: widths of hidden states, MLP and vocabulary. Q, K: channels of queries and keys. H: heads. L:
-    layers. D: channels per head."""
+    layers. D: channels per head.
+    """
 
     C: int
     I: int  # noqa: E741 - as in the formula
@@ -259,7 +255,7 @@ def _microbatch(
     chunks = -(-tokens // work.logits_rows)
     chunk = -(-tokens // chunks) * w.V
     logits = (8 if not lora or not head else 10 if half else 12) * chunk
-    gradient = 0 if lora else 4 * w.V * w.C  # The head's. Tied embeddings hold it during backward.
+    gradient = 0 if lora else 4 * w.V * w.C  # Tied embeddings hold the head's gradient during backward.
     if not lora and chunks > 1:  # A chunk's gradient next to the sum of the others.
         logits = max(logits, gradient + (e if half else 4) * chunk)
     places = [

@@ -1,10 +1,8 @@
 """Training rows: sequences with a common prefix share a row that computes every distinct prefix once.
 
-A row is a token tree: each token attends to itself and its ancestors, with its depth as position. Short
-rows attend through a mask, long ones segment by segment.
-
-Invariant: a token sees what it would see in a separate row. `shares_prefixes` and `attend_in_segments`
-prove this for a model first.
+A row is a token tree: each token attends to itself and its ancestors, with its depth as position. Short rows
+attend through a mask, long ones segment by segment. `shares_prefixes` and `attend_in_segments` prove the
+logprobs for a model first.
 
 Shapes: B rows of at most N tokens. S positions, one sequence after another.
 """
@@ -32,8 +30,7 @@ from tinkerscript.engine.routing import UNKNOWN
 Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
-# Limit of rows with branches without segments: their mask takes 256 MiB in float32, and for 16,384 tokens
-# would take 1 GiB.
+# Limit of rows with branches without segments: their mask takes 256 MiB in float32, and 1 GiB at 16,384.
 MAX_BRANCHING_TOKENS = 8192
 
 # Rows with branches up to this size always use a mask: one large product is faster than many small ones.
@@ -42,7 +39,7 @@ MASKED_TOKENS = 1024
 SEGMENT_COST = 1.5
 """Cost of a pair in a segment, relative to a row without branches (measured on a CPU)."""
 
-# Tokens that attend to a prefix at once on a CPU, where the kernel needs a mask.
+# On a CPU the kernel needs a mask, so only this many tokens attend to a prefix at once.
 QUERY_BLOCK = 512
 
 SEGMENTS = "tinkerscript_segments"
@@ -124,11 +121,10 @@ def token_trees(
 ) -> list[TokenTree]:
     """Arrange `sequences` [T_i] in rows of at most `budget` tokens, or their longest sequence.
 
-    `experts`: uint8 [T_i, bytes] each, or None for all. Tokens with other experts are not shared.
-
     Rows with branches may take twice their longest sequence, but without `segments` at most
     `MAX_BRANCHING_TOKENS`. A sequence joins the tree before it, in the order of ids, if that is cheaper: a
     masked tree computes all pairs of tokens, at `pair_cost` relative to a token's other operations.
+    `experts`: uint8 [T_i, bytes] each; tokens with other experts are not shared.
     """
     trees: list[TokenTree] = []
     before: Bytes | None = None
@@ -150,7 +146,7 @@ def token_trees(
 def _joins(tree: TokenTree, length: int, shared: int, pair_cost: float, budget: int, segments: bool) -> bool:
     joined = tree.size + length - shared
     if tree.is_chain and tree.size == shared:
-        return True  # The sequence equals or continues the only one so far.
+        return True  # The sequence equals or continues the only other one.
     longest = max(int(tree.depths.max()) + 1, length)
     limit = max(budget, 2 * longest)
     if joined > tree.size and joined > (limit if segments else min(limit, MAX_BRANCHING_TOKENS)):
@@ -213,8 +209,8 @@ class Packed:
     mask: Tensor | dict[str, Tensor] | None
     """(B, 1, N, N) additive, or one per kind of layer; None without branches.
 
-    For long rows, segments: (1, 1, K, 5) int64 on the CPU: row, range of tokens, range attended to
-    (causally if it is the same).
+    For long rows, segments: (1, 1, K, 5) int64 on the CPU: row, range of tokens, range attended to (causally
+    if it is the same).
     """
 
     places: Ints
@@ -374,8 +370,7 @@ def _blocks(own: slice, keys: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:
-    """query (heads, L, D), keys and values (kv_heads, n, D) that end with the query's own L -> (heads, L,
-    D)."""
+    """query (heads, L, D), keys and values (kv_heads, n, D) that end with the query's L -> (heads, L, D)."""
     (heads, length, _), (kv_heads, places, _) = query.shape, keys.shape
     groups = heads // kv_heads
     keys, values = (each[:, None].expand(-1, groups, -1, -1) for each in (keys, values))
@@ -398,8 +393,8 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) ->
 def pair_cost(model: PreTrainedModel) -> float:
     """Cost of one token's attention to another, relative to one token's matrix products.
 
-    Two operations per parameter against four per layer and channel, at about three quarters of the rate
-    (measured on a CPU, docs/benchmarks.md).
+    Two operations per parameter against four per layer and channel, at three quarters of the rate
+    (docs/benchmarks.md).
     """
     config = text_config_of(model)
     pair = 4 * config.num_hidden_layers * config.hidden_size / 0.75
@@ -409,7 +404,7 @@ def pair_cost(model: PreTrainedModel) -> float:
 def shares_prefixes(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
     """Whether rows with branches and a mask give the same logprobs as plain rows.
 
-    False for models that ignore mask or positions (such as ALiBi). `own`: the model's logits, if computed.
+    False for models that ignore mask or positions (such as ALiBi).
     """
     return _row_equals_plain_rows(model, own, segments=False)
 

@@ -1,12 +1,10 @@
-"""`PrefixStore`: what one version of the weights has computed of texts, for later requests with the same
-prefix.
+"""`PrefixStore`: states of computed texts, for later requests with the same prefix.
 
-The texts are a tree: each node has some ids, and their keys and values. A request continues from the
-longest stored prefix, to the id. Layers with a window or a state keep only what follows the last token, so
-with them only whole stored texts are continued.
+A store has one version of the weights and one adapter. A request continues from the longest stored prefix, to
+the id. With layers that have a window or a state, which keep only what follows the last token, only whole
+stored texts are continued.
 
-Invariants: a store has one version of the weights and one adapter. A node was used no later than its
-parent, so the least recently used one is a leaf.
+A node was used no later than its parent, so the least recently used one is a leaf.
 """
 
 from __future__ import annotations
@@ -49,8 +47,6 @@ class _Node:
 
 
 class PrefixStore:
-    """A tree of texts, evicted least recently used first. Not thread-safe."""
-
     def __init__(self, budget: CacheBudget) -> None:
         self.bytes = 0
         self._budget = budget
@@ -84,7 +80,7 @@ class PrefixStore:
         return self._usable(ids)[1]
 
     def longest(self, ids: Ids) -> tuple[int, RowState | None]:
-        """The prefix to continue from: its length and state, or (0, None)."""
+        """Return the length and state of the prefix to continue from, or (0, None)."""
         path, length = self._usable(ids)
         if not path:
             return 0, None
@@ -146,7 +142,6 @@ class PrefixStore:
         return path, sum(len(node.ids) for node in path)
 
     def _split(self, node: _Node, at: int) -> _Node:
-        """Split a node after `at` ids. Returns the first part."""
         assert node.parent is not None
         upper = _Node(node.ids[:at], _without_ends(cut(node.state, 0, at)), node.parent, is_end=False)
         node.ids, node.state, node.parent = node.ids[at:], cut(node.state, at), upper
@@ -178,7 +173,6 @@ def _over(path: list[_Node], found: int) -> int:
 
 
 def common_length(ids: Ids, others: Ids) -> int:
-    """The number of ids that both begin with."""
     if ids == others:
         return len(ids)
     shorter = min(len(ids), len(others))

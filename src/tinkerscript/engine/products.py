@@ -1,6 +1,6 @@
-"""Products of float32 matrices that use oneDNN where torch's default, MKL, is slow.
+"""Products of float32 matrices with oneDNN where MKL, torch's default, is slow.
 
-MKL is written for Intel's processors. On an AMD EPYC, oneDNN, which torch contains too, takes half the time.
+MKL is written for Intel's processors. On an AMD EPYC, oneDNN takes half the time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LEAST_WORK = 2**20
-"""Multiplications from which on oneDNN is faster, unless there is one row: a call of it takes 10 us."""
+"""Multiplications from which on oneDNN is faster, except for one row: a call of it takes 10 us."""
 
 
 @cache
@@ -51,8 +51,6 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """A linear layer of a loaded model (`speed_up`)."""
-
     def forward(self, input: Tensor) -> Tensor:
         rows = input.reshape(-1, self.in_features)
         if not _suits(rows, self.weight) or torch.is_autocast_enabled("cpu"):
@@ -82,7 +80,6 @@ class _Product(torch.autograd.Function):
 
 
 def speed_up(model: nn.Module) -> None:
-    """Compute a model's linear layers with `Linear`, where that is faster."""
     if mkl_is_slow():
         for module in model.modules():
             if type(module) is nn.Linear:

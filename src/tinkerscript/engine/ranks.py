@@ -1,9 +1,8 @@
 """`Ranks`: rank 0's connections to the other ranks of an engine on several devices, and their processes.
 
 Rank 0 starts them unless a launcher such as torchrun did. They connect through a Unix socket in a private
-folder, or after a launcher through TCP, with a secret from torch's store.
-
-Invariant: if one rank ends, all end within seconds.
+folder, or after a launcher through TCP, with a secret from torch's store. If one rank ends, all end within
+seconds.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ FOLDER_VARIABLE = "TINKERSCRIPT_RANKS"
 CONTROL_KEY = "tinkerscript/control"
 
 START_S = 600.0
-"""Time for all ranks to load the model."""
 
 GROUP_TIMEOUT_S = 600.0
 
@@ -109,7 +107,6 @@ class Ranks:
     """Belongs to the computing thread, except `failure` and `close`."""
 
     def __init__(self, size: int, spec: RankSpec, log_dir: Path | None = None) -> None:
-        """Start the followers, which log to `log_dir`, or wait for a launcher's."""
         self.size, self.spec = size, spec
         self.failure: Future[None] = Future()
         self._answers: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
@@ -192,7 +189,7 @@ class Ranks:
             self._disconnect()
             if self.spec.device == "cuda" and dist.is_initialized():
                 group: Any = dist.group.WORLD
-                group.abort()  # NCCL's operations do not end with the connections, unlike gloo's.
+                group.abort()  # NCCL's operations, unlike gloo's, do not end with the connections.
         found = self.failure.exception() if self.failure.done() else None
         return found if isinstance(found, EngineError) else error
 
@@ -255,7 +252,7 @@ class Ranks:
                 rank = connection.recv()
                 connection.send(self.spec)
             except (AuthenticationError, EOFError, ConnectionError):
-                continue  # A stranger, or a dead rank.
+                continue  # This is a stranger or a dead rank.
             except OSError:
                 return  # The listener is closed.
             self._connections[rank] = connection

@@ -1,4 +1,4 @@
-"""`routing_of` finds the routers of a mixture, and proves that their choices can be replayed."""
+"""Find the routers of a mixture, and prove that their choices can be replayed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from tinkerscript.errors import EngineError
 
 
 def routing_of(model: PreTrainedModel, own: OwnLogits | None = None) -> Routing:
-    """How the routers of `model` choose.
+    """Return how the routers choose, if a replay gives the same logits and other choices give others.
 
-    A replay is proved to give the same logits, and other choices to give others. `own`: the model's logits,
-    if computed. Raises EngineError for a model without experts, or one that chooses in another way.
+    Raises EngineError for a model without experts, or another way of choosing.
     """
     kind = model.config.model_type
     if not (experts := experts_of(model.config)):
@@ -51,7 +50,7 @@ def routing_of(model: PreTrainedModel, own: OwnLogits | None = None) -> Routing:
 
 @torch.no_grad()
 def _replayed_gaps(routing: Routing, model: PreTrainedModel, own: OwnLogits) -> tuple[float, float]:
-    """Differences of the logits in nats, with the recorded choices and with others."""
+    """Return the logits' differences with the recorded choices and with others, in nats."""
     with routing.recorded(model) as choices:
         logits: Tensor = model(input_ids=own.ids, use_cache=False).logits
     ids = torch.stack(choices, 1)

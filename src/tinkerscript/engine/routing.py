@@ -1,14 +1,12 @@
 """`Routing`: the experts that a mixture's routers choose, recorded while sampling and replayed in training.
 
-Rounding differs between sampler and trainer, and a router with two nearly equal logits then chooses other
-experts, which changes a logprob far more than rounding does. Rollout routing replay (R3, Ma et al. 2025,
-arXiv:2510.11370) gives the trainer the sampler's choices. The gates are still computed from the trainer's
-own router logits, so gradients reach the router.
+If two router logits are nearly equal, the trainer's rounding may choose other experts, which changes a
+logprob far more than rounding does. Rollout routing replay (R3, Ma et al. 2025, arXiv:2510.11370) gives the
+trainer the sampler's choices. The gates still come from the trainer's router logits, so gradients reach the
+router.
 
-Every family selects with `topk` over one score per expert, so we intercept that call in the modules that
-make it, and need no code for each family. `routers.routing_of` finds these modules in a forward pass.
-
-Invariant: outside of `recorded` and `replayed` a model is unchanged.
+Every family selects with `topk` over one score per expert, so intercepting that call needs no code for each
+family (`routers.routing_of`).
 
 Shapes: N tokens, L layers with a router, k experts of E for each token.
 """
@@ -29,9 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
 Selection = Callable[..., Any]
-"""Takes the place of `topk`, with the same arguments."""
 
-# transformers' names for the number of experts.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 UNKNOWN = 255
@@ -42,20 +38,20 @@ TOPK = (torch.topk, torch.Tensor.topk)
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a model's routers choose, which also describes the bytes of recorded choices."""
+    """How a model's routers choose, and so the layout of recorded bytes."""
 
     routers: tuple[str, ...]
     """Paths of the modules that call `topk`, in the order of computation."""
 
     number: int
-    """Index of the selection among the `topk` calls of a router. Earlier ones choose groups of experts."""
+    """Index of the selection among a router's `topk` calls. Earlier ones choose groups of experts."""
 
     experts: int
     chosen: int
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of recorded ids. The largest number, or -1, stands for a choice that was not recorded."""
+        """dtype of recorded ids. The largest number, or -1, stands for an unrecorded choice."""
         return torch.uint8 if self.experts < 256 else torch.int16
 
     @property
@@ -95,7 +91,7 @@ class Routing:
     # Bytes: uint8 [T, width] of one sequence
 
     def packed(self, choices: Tensor) -> NDArray[np.uint8]:
-        """Recorded ids (L, T, k) as bytes [T, L * k * itemsize]."""
+        """Ids (L, T, k) as bytes [T, L * k * itemsize]."""
         rows = choices.to(self.dtype).transpose(0, 1).flatten(1).contiguous().cpu().numpy()
         return rows.view(np.uint8)
 
@@ -124,7 +120,7 @@ class Routing:
 
 
 def experts_of(config: PreTrainedConfig) -> int:
-    """0: not a mixture."""
+    """Return 0 unless it is a mixture."""
     text: Any = config.get_text_config()
     return next((found for name in _EXPERTS if (found := getattr(text, name, None))), 0)
 
@@ -140,7 +136,7 @@ def redirected(module: nn.Module, forward: Callable[..., Any]) -> Generator[None
 
 
 def most_token_bytes(config: PreTrainedConfig) -> int:
-    """At most, without the model: as if all layers had a router."""
+    """Return an upper bound without the model: as if all layers had a router."""
     text: Any = config.get_text_config()
     itemsize = 1 if experts_of(config) < 256 else 2
     return text.num_hidden_layers * getattr(text, "num_experts_per_tok", 0) * itemsize
@@ -165,7 +161,7 @@ def _route(router: nn.Module, number: int, select: Selection, *args: Any, **kwar
 
 
 def _replay(ids: Tensor, scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
-    """ids (N, k) -> what `topk` returns, with the scores of these ids."""
+    """ids (N, k) -> the result of `topk`, with the scores of these ids."""
     own = torch.topk(scores, k, *args, **kwargs)
     ids = ids.reshape(own.indices.shape)
     ids = torch.where(ids < 0, own.indices, ids.to(own.indices.dtype))

@@ -1,11 +1,8 @@
 """`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
-Requests join between two steps, and rows leave as they finish. Only new parts of prompts are prefilled
-(`PrefixStore`), long ones in chunks between steps. Rows wait for room in the `CacheBudget`; when running
-rows outgrow it, the newest ones wait again.
-
-Invariants: rows are in their cache's order. An error in one row fails only its request, and does not change
-the others' ids and log probabilities.
+Only new parts of prompts are prefilled (`PrefixStore`), long ones in chunks between steps. If running rows
+outgrow the `CacheBudget`, the newest wait again. Rows are in their cache's order. An error in one row fails
+only its request, and does not change the others' ids and log probabilities.
 """
 
 from __future__ import annotations
@@ -49,7 +46,8 @@ Alternatives = Sequence[tuple[int, float]]
 
 Report = Callable[[int, int, int, float, Alternatives], None]
 """(index, offset, token, logprob, top): sample `index` drew `token` after `offset` others. Called on the
-engine's thread for every token, so it must not block."""
+engine's thread for every token, so it must not block.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +62,7 @@ class SampledRow:
     """`sampling.FREE`, `CUT` or `FORCED` per sampled id, with a grammar."""
 
     experts: bytes = b""
-    """`Routing.packed`, if the decoder has a `routing`: the experts chosen at the position before each token,
-    from `Request.known` on."""
+    """`Routing.packed`: the experts chosen at the position before each token, from `Request.known` on."""
 
 
 @dataclass(slots=True)
@@ -84,14 +81,14 @@ class Request:
     min_p: float = 0.0
 
     sampled: int = 0
-    """The prompt's last ids that begin the reply, from other weights. Stop strings may begin there."""
+    """The prompt's last ids that other weights sampled for the reply. Stop strings may begin there."""
 
     known: int = 0
-    """How many of the prompt's first ids to return no experts of."""
+    """Number of the prompt's first ids to return no experts for."""
 
     matchers: list[Matcher] | None = None
     images: Sequence[Placed] = ()
-    """Images of `prompt`, the placeholders of which become their ids in `submit`."""
+    """Images of `prompt`. `submit` replaces their placeholders by their ids."""
 
     held: Sequence[ImageFeatures] = ()
     future: Future[list[SampledRow]] = field(default_factory=Future[list[SampledRow]])
@@ -206,8 +203,7 @@ class RunningBatch:
             self.cut()
 
     def cut(self) -> None:
-        """End all rows where they are, and later ones before their first token: newer weights continue
-        them."""
+        """End all rows at the newest token, later ones before their first. Newer weights continue them."""
         self._is_cut = True
         experts = {row: self._experts(row) for row in [*self._cache.rows, *self._waiting] if row.ids}
         for row in self._drop_all():
@@ -256,7 +252,6 @@ class RunningBatch:
         self._take(rows, logits, self._row_settings())
 
     def _make_room(self) -> None:
-        """If the budget is too small for every row's next token, the newest rows wait."""
         while not self._cache.grow():
             newest = max(self._cache.rows, key=lambda row: row.admitted)
             self._remove([newest])
@@ -278,7 +273,6 @@ class RunningBatch:
                 return
 
     def _admissible(self) -> list[RunningRow]:
-        """Prefilling tells exactly how many waiting rows have room."""
         found: list[RunningRow] = []
         wanted = 0
         for row in islice(self._waiting, self._max_rows - len(self._cache.rows)):
@@ -319,7 +313,7 @@ class RunningBatch:
     def _batch_with(self, sequence: Ids, waiting: list[Ids]) -> tuple[list[Ids], int]:
         """The sequences to prefill with `sequence`, and the number of first ids to compute once for all.
 
-        A sequence that has much more than the shared ids in the store is prefilled alone.
+        A sequence with much more than the shared ids in the store is prefilled alone.
         """
         short = [each for each in waiting if not self._is_long(each)]
         alike = [each for each in short if each[:SHARED_TOKENS] == sequence[:SHARED_TOKENS]]
@@ -372,7 +366,6 @@ class RunningBatch:
         }
 
     def _prefix(self, ids: Ids) -> RowState:
-        """The state after a prefix that several sequences share, which is kept."""
         if found := self._prefixes.complete(ids):
             return found.state
         known, past = self._prefixes.longest(ids[:-1])
@@ -465,7 +458,7 @@ class RunningBatch:
         self._remove(finished)
 
     def _experts(self, row: RunningRow) -> bytes:
-        """Unknown where nothing is kept: before the first token, and of a row that waits for memory."""
+        """Unknown where nothing is kept: before the first token, and for a row that waits for memory."""
         routing = self._decoder.routing
         if routing is None:
             return b""
@@ -478,7 +471,8 @@ class RunningBatch:
 
     def _allowed(self, rows: list[RunningRow], vocabulary: int) -> Tensor | None:
         """Ids that grammars allow next, bool (n, V); None without grammars. If a grammar allows none, its
-        request fails, and the row may sample anything."""
+        request fails, and the row may sample anything.
+        """
         if all(row.matcher is None for row in rows):
             return None
         allowed = np.ones((len(rows), vocabulary), dtype=np.bool_)
@@ -499,7 +493,7 @@ class RunningBatch:
         return None
 
     def _ends_with_stop_string(self, row: RunningRow) -> bool:
-        """Only the newest token can complete one: an earlier one would have ended the row."""
+        """Only the newest token can complete a string: an earlier one would have ended the row."""
         window = max(len(s.encode()) for s in row.request.stop_strings) + 8
         ids = row.ids[-window:]
         if len(ids) < window and (sampled := row.request.sampled):
@@ -513,7 +507,7 @@ class RunningBatch:
         return self._settings
 
     def _remove(self, rows: list[RunningRow]) -> None:
-        for row in reversed(rows):  # Last ones first, so that no leaving row takes another's place.
+        for row in reversed(rows):  # Backward, so that no leaving row takes another's place.
             self._cache.remove(row)
         if rows:
             self._settings = None

@@ -1,7 +1,7 @@
 """`choose` samples one token per row from logits; `score_prompt` scores given tokens.
 
-Sampling inverts the cumulative distribution, with one uniform number per token from the row's own
-generator. So a seeded request does not depend on the rest of the batch, except for rounding.
+Each token takes one uniform number from the row's own generator, to invert the cumulative distribution. So a
+seeded request does not depend on the rest of the batch, except for rounding.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tinkerscript.engine.decoder import Decoder
 
-# A grammar's effect: nothing, left several of more tokens, or left one. Numbers as in
-# `rollouts.TokenConstraint`.
+# A grammar allowed all possible tokens, several, or one. Numbers as in `rollouts.TokenConstraint`.
 FREE, CUT, FORCED = range(3)
 
 # Tinker's filler in tables of the most probable tokens, with id 0.
@@ -85,7 +84,6 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
 
 
 def _constraints(allowed: Tensor, logprobs: Tensor) -> Tensor:
-    """Each grammar's effect: allowed (n, V), logprobs (n, V) -> (n,)."""
     cut = (logprobs.exp() * ~allowed).sum(-1) > 0
     return torch.where(allowed.sum(-1) == 1, FORCED, torch.where(cut, CUT, FREE))
 
@@ -150,8 +148,8 @@ def score_prompt(
 ) -> PromptScores:
     """Score positions 1 to P - 1, or the `last` ones.
 
-    `top`: number of most probable ids per position. `chosen`: rows [N] and ids [N] to score; row i (0 to P
-    - 2) means position i + 1.
+    `top`: number of most probable ids per position. `chosen`: rows [N] and ids [N] to score; row i (0 to P -
+    2) means position i + 1.
     """
     tokens = torch.tensor(ids, device=decoder.device)
     first = 0 if last is None else max(0, len(ids) - 1 - last)

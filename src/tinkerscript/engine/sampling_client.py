@@ -1,5 +1,3 @@
-"""`EmbeddedSamplingClient`: Tinker's SamplingClient over frozen weights of the embedded engine."""
-
 from __future__ import annotations
 
 import itertools
@@ -24,7 +22,7 @@ from tinkerscript.errors import EngineRequestError
 
 
 class EmbeddedSamplingClient:
-    """Tinker's SamplingClient, with continuous batching.
+    """Tinker's SamplingClient over frozen weights of the embedded engine, with continuous batching.
 
     Futures can be awaited or asked for `.result()`. Logprobs are float32, one per sampled id, from after
     temperature and before top-k and top-p.
@@ -47,7 +45,7 @@ class EmbeddedSamplingClient:
         self._names = itertools.count()
 
     def apart(self) -> EmbeddedSamplingClient:
-        """A client of the same weights with separate `cut`."""
+        """Return a client of the same weights with separate `cut`."""
         return EmbeddedSamplingClient(self._context, self._decoder, self._prefixes)
 
     def sample(
@@ -95,10 +93,9 @@ class EmbeddedSamplingClient:
             stop_ids: Added to `sampling_params.stop`.
             report: Called for every token, on the engine's thread.
             top_logprobs: Alternatives per position.
-            grammar: Constrains the samples.
             min_p: Minimum probability, as a share of the most probable token's.
             sampled: How many of the last `ids` begin the reply, from other weights.
-            known: How many of the first `ids` to return no experts of.
+            known: How many of the first `ids` to return no experts for.
             images: Images of the placeholders in `ids`.
         """
         if not 0 <= known <= len(ids):
@@ -130,7 +127,6 @@ class EmbeddedSamplingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> tinker.SampleResponse:
-        """Tinker's older method."""
         return await self.sample(prompt, num_samples, sampling_params, include_prompt_logprobs)
 
     def compute_logprobs(self, prompt: tinker.ModelInput) -> APIFuture[list[float | None]]:

@@ -1,8 +1,7 @@
 """`StepGraphs`: a decoder's steps as CUDA graphs.
 
-Launching a step's kernels one by one takes much longer than running them. A graph launches all at once, but
-with fixed addresses and shapes. So it computes the cache's whole storage, and is captured again when that
-changes.
+A graph launches all of a step's kernels at once, which saves most of the time, but with fixed addresses and
+shapes. So it computes the cache's whole storage, and is captured again when that changes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Replay = Callable[[], None]
 class _Captured:
     storages: list[int]
     ids: Tensor
-    """(room,): the newest token in each place for a row, in all groups; arbitrary without a row."""
+    """(room,): the newest token in each row's place, in all groups; arbitrary in empty places."""
 
     lengths: Tensor
     """(room,)"""
@@ -38,8 +37,9 @@ class _Captured:
 
 
 class StepGraphs:
-    """`step` gives the logits of `run`, from a graph once it meets a storage again: capturing one that
-    still changes at every token would not pay."""
+    """`step` captures a graph only for a storage that it meets again: one that changes at every token would
+    not pay.
+    """
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class StepGraphs:
 
 
 def _live(groups: Groups) -> list[tuple[int, int]]:
-    """Ranges of each group's rows among all places."""
+    """Return the ranges of each group's rows among all places."""
     begins = [0, *accumulate(group.room_for_rows for group in groups)]
     return [(begin, begin + len(group.rows)) for begin, group in zip(begins, groups, strict=False)]
 

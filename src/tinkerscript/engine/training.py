@@ -1,8 +1,7 @@
 """`Trainer`: a trainable model with its gradients and optimizer. `EmbeddedTrainingClient`: Tinker's
 TrainingClient.
 
-Invariants: calls take effect on the engine's thread, in order. Losses are sums over tokens, so gradients do
-not depend on packing.
+Losses are sums over tokens, so gradients do not depend on packing.
 """
 
 from __future__ import annotations
@@ -88,18 +87,18 @@ class Example:
 
 
 class Weights(ABC):
-    """The weights of one run: a whole model's, or a LoRA adapter's over a shared base."""
+    """Either a whole model's weights, or a LoRA adapter's over a shared base."""
 
     model: PreTrainedModel
     parameters: list[Parameter]
 
     @abstractmethod
     def activate(self) -> None:
-        """Make `model` compute with these weights."""
+        pass
 
     @abstractmethod
     def decoder(self) -> Decoder:
-        """A decoder of the current weights, unaffected by later training."""
+        """Return a decoder of the current weights, unaffected by later training."""
 
     @abstractmethod
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -119,7 +118,7 @@ class AllWeights(Weights):
         self._make_decoder = make_decoder
 
     def activate(self) -> None:
-        """No other weights exist."""
+        pass
 
     def decoder(self) -> Decoder:
         return self._make_decoder(self.model)
@@ -138,7 +137,7 @@ class AllWeights(Weights):
 
 
 class Trainer:
-    """Trains the weights of one run. Not thread-safe: the engine's thread owns it."""
+    """Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self,
@@ -153,8 +152,9 @@ class Trainer:
     ) -> None:
         """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: of matrix
         products (torch's autocast); weights and moments stay float32. `routing`: replays `CHOSEN_EXPERTS`.
-        `top`: how many of the most probable tokens to return besides the targets', without a loss of their
-        own. `images`: None refuses images."""
+        `top`: how many of the most probable tokens to return besides the targets. `images`: None refuses
+        images.
+        """
         self.weights = weights
         self.model = model = weights.model
         self._microbatch_tokens = microbatch_tokens or tokens_of_microbatch(model.device)
@@ -396,9 +396,9 @@ class Trainer:
     def optim_step(self, params: tinker.AdamParams) -> tinker.OptimStepResponse:
         """Take one AdamW step and clear the gradients.
 
-        Metrics: `grad_norm` before clipping, and `update_ratio`, the change's norm over the weights'. If
-        the gradient is not finite, nothing changes and the only metric is `skipped_steps`. Raises
-        EngineError after a failed backward pass.
+        Metrics: `grad_norm` before clipping, and `update_ratio`, the change's norm over the weights'. If the
+        gradient is not finite, nothing changes and the only metric is `skipped_steps`. Raises EngineError
+        after a failed backward pass.
         """
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -453,7 +453,6 @@ class Trainer:
         return total
 
     def _local(self, tensor: Tensor) -> Tensor:
-        """This process's part of a sharded tensor."""
         return tensor
 
     def _clipped_norm(self, limit: float) -> float:
@@ -532,7 +531,6 @@ class EmbeddedTrainingClient:
         loss_fn: tinker.types.LossFnType,
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
-        """`forward_backward` without gradients."""
         return self._run(data, loss_fn, loss_fn_config, backward=False)
 
     def forward_backward(
@@ -545,8 +543,8 @@ class EmbeddedTrainingClient:
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
         """Accumulate the gradients of the loss, a sum over the tokens of `data`.
 
-        Returns per datum the targets' `logprobs` float32 [T], with `entropies` also these, and the metric
-        `loss:sum`. Raises EngineRequestError, with nothing changed, for unusable data or losses.
+        Returns like `Trainer.slices`. Raises EngineRequestError, with nothing changed, for unusable data or
+        losses.
         """
         return self._run(data, loss_fn, loss_fn_config, backward=True, entropies=entropies)
 

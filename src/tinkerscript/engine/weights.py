@@ -1,7 +1,7 @@
 """Weights on disk: loading models and adapters, and writing checkpoints.
 
-Checkpoints are Hugging Face folders with the tokenizer and, to continue training, the optimizer's state.
-Invariant: they are written to a sibling folder and renamed, so none is partial.
+Checkpoints are Hugging Face folders with the tokenizer and, to continue training, the optimizer's state. They
+are renamed when complete, so none is partial.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def save_checkpoint(
     optimizer: dict[str, Any] | None,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Replace `target` by weights (from `write`), tokenizer, `notes` and, if given, optimizer state."""
+    """Replace `target` by weights (from `write`), tokenizer, `notes` and any optimizer state."""
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:

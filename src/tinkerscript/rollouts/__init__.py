@@ -1,8 +1,5 @@
 """From recorded calls to training data: `Call` -> `merge_calls` -> `Rollout` -> `RolloutGroup` ->
 `WeightedRollout`.
-
-`alignment` checks that sequences are what was sampled; `trainers` and `parquet` convert to other formats.
-Needs only numpy and msgspec.
 """
 
 from tinkerscript.rollouts.advantages import (

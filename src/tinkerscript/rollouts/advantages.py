@@ -1,18 +1,8 @@
 """From rewards to advantages, and to padded batches.
 
-    at_end, evenly, discounted, by_call   a reward as shares of the sampled tokens
-    AdvantageRule                         which baseline and scale
-    Moments, SampleMean                   the rewards of earlier steps
-    whitened                              a batch's advantages over their deviation
-    RolloutGroup                          the G episodes of one sample; gives advantages
-    RolloutBatch                          the groups of one training step
-    WeightedRollout                       a sequence and its tokens' advantages
-    TrainingBatch                         B weighted sequences, padded to [B, T]
-
-Invariants: episodes of a group with equal rewards have advantages of exactly 0, unless the rule spans
-groups; so do their tokens, unless they have their own rewards (`Rollout.rewards`). Nothing is truncated or
-shifted: position t of a row is token t of its sequence, and padding and tokens without loss have mask 0 and
-weight 0.
+If a group's rewards are equal, all advantages are exactly 0, unless the rule spans groups or tokens have
+their own rewards (`Rollout.rewards`). Nothing is truncated or shifted: position t of a row is token t of its
+sequence, and padding and tokens without loss have mask 0 and weight 0.
 """
 
 from __future__ import annotations
@@ -33,7 +23,7 @@ from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 
 Doubles = npt.NDArray[np.float64]
 
-# Keeps rounding differences from giving large advantages.
+# Rounding differences must not give large advantages.
 EPSILON = 1e-6
 
 Baseline = Literal["group_mean", "leave_one_out", "running_mean", "sample_mean", "none"]
@@ -68,15 +58,15 @@ class Moments(msgspec.Struct, frozen=True):
         return math.sqrt(self.squares / (self.count - 1)) if self.squares > 0 else 1.0
 
 
-# A sample's mean reward remembers about 1 / (1 - MEMORY) of its groups: the shortest memory of SPO's tracker.
+# The mean remembers about 1 / (1 - MEMORY) groups: the shortest memory of SPO's tracker.
 MEMORY = 0.875
 
 
 class SampleMean(msgspec.Struct, frozen=True, array_like=True):
     """The mean reward of a sample's episodes, in which a group counts `MEMORY` times as much as the next.
 
-    With rewards of 0 and 1 this is the value tracker of SPO with a constant rho and without prior counts (Xu
-    and Ding 2025, "Single-stream Policy Optimization", arXiv:2509.13232).
+    With rewards of 0 and 1 this is SPO's value tracker with a constant rho and without prior counts (Xu and
+    Ding 2025, "Single-stream Policy Optimization", arXiv:2509.13232).
     """
 
     total: float = 0.0
@@ -95,23 +85,26 @@ class AdvantageRule:
     """Advantage = (r - baseline) / scale, for the rewards r of a group of G episodes."""
 
     baseline: Baseline = "group_mean"
-    """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training").
-    `leave_one_out`: the mean of the other G - 1 rewards (Ahmadian et al. 2024, "Back to Basics"), which
-    makes advantages G / (G - 1) times as large. `running_mean` and `sample_mean`: `RolloutGroup.past`.
-    `none`: 0."""
+    """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training"). `leave_one_out`:
+    the mean of the other G - 1 rewards (Ahmadian et al. 2024, "Back to Basics"). `running_mean` and
+    `sample_mean`: `RolloutGroup.past`. `none`: 0.
+    """
 
     scale: Scale = "none"
-    """`group_deviation`: the sample standard deviation of r (Shao et al. 2024, "DeepSeekMath").
-    `group_mean`: the mean of r (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning").
-    `running_deviation`: `RolloutGroup.past`. `batch_deviation`: 1 here; `whitened` divides later."""
+    """`group_deviation`: the sample standard deviation of r (Shao et al. 2024, "DeepSeekMath"). `group_mean`:
+    the mean of r (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning"). `running_deviation`:
+    `RolloutGroup.past`. `batch_deviation`: 1, because `whitened` divides later.
+    """
 
     pass_k: int = 1
     """Above 1, r is an episode's mean best reward over all sets of this many episodes that include it.
-    Baseline and deviation are also of the sets' best rewards (Chen et al. 2025, "Pass@k Training")."""
+    Baseline and deviation are then also of the sets' best rewards (Chen et al. 2025, "Pass@k Training").
+    """
 
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """GDPO: score name -> weight. The advantage is the weighted sum of the scores' advantages, each divided
-    by its sample deviation (Liu et al. 2026, arXiv:2601.05242)."""
+    """GDPO: weights by score name. The advantage is the weighted sum of the scores' advantages, each divided
+    by its sample deviation (Liu et al. 2026, arXiv:2601.05242).
+    """
 
     @property
     def spans_groups(self) -> bool:
@@ -160,8 +153,8 @@ class AdvantageRule:
             raise ValueError(f"pass_k: {k} needs a group of {k} episodes or more, got {size}")
         order = np.argsort(rewards, kind="stable")
         r = rewards[order]
-        # `best`: share of sets in which the i-th lowest reward is the best. `alone` and `beside`: of the
-        # sets with a given episode, the share in which its own reward, or a better episode's, is the best.
+        # `best`: share of sets in which the i-th lowest reward is the best. `alone` and `beside`: of the sets
+        # with a given episode, the share in which its own reward, or a better episode's, is the best.
         best = np.array([comb(i, k - 1) for i in range(size)]) / comb(size, k)
         beside = np.array([comb(i - 1, k - 2) if i else 0 for i in range(size)]) / comb(size - 1, k - 1)
         alone = np.array([comb(i, k - 1) for i in range(size)]) / comb(size - 1, k - 1)
@@ -180,8 +173,6 @@ PLAIN = AdvantageRule()
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """Of rewards outside of a group."""
-
     mean: float
     deviation: float
 
@@ -267,7 +258,6 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """[G]"""
         return [episode.reward for episode in self.episodes]
 
     @property
@@ -285,7 +275,8 @@ class RolloutBatch:
 
 def whitened(batch: Sequence[WeightedRollout]) -> list[WeightedRollout]:
     """Normalize advantages to mean 0 and sample deviation 1 over all tokens with loss (Hu et al. 2025,
-    "REINFORCE++"), unless all are equal."""
+    "REINFORCE++"), unless all are equal.
+    """
     every = np.concatenate([item.advantages[item.rollout.loss_mask] for item in batch]).astype(np.float64)
     if len(every) < 2 or every.max() == every.min():
         return list(batch)
@@ -309,7 +300,7 @@ class TrainingBatch:
     """B sequences, right-padded to T positions."""
 
     input_ids: IntArray
-    """int32 [B, T]: `pad_token_id` after the end of a sequence."""
+    """int32 [B, T]: `pad_token_id` in padding."""
 
     position_ids: IntArray
     """int32 [B, T]: 0, 1, ... in each row, 0 in padding."""
@@ -346,8 +337,7 @@ class TrainingBatch:
     ) -> TrainingBatch:
         """Pad to `length`, or to the longest sequence rounded up to a multiple of `multiple_of`.
 
-        Raises ValueError without rollouts, or for one longer than `length`, which would lose sampled
-        tokens.
+        Raises ValueError without rollouts, or for one longer than `length`.
         """
         if not rollouts:
             raise ValueError("a training batch needs at least one rollout")
@@ -405,7 +395,7 @@ def discounted(rollout: Rollout, reward: float, discount: float) -> FloatArray:
 
 
 def by_call(rollout: Rollout, rewards: Sequence[float]) -> FloatArray:
-    """Put each call's reward on the last token that it sampled.
+    """Put each call's reward on its last sampled token.
 
     Raises ValueError unless there is one reward per call.
     """

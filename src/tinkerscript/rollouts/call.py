@@ -1,8 +1,7 @@
 """`Call`: the immutable record of one model call.
 
 A call stores its parent's id and only its new ids, so a conversation stores each token once. Ids are
-little-endian int32 bytes, logprobs float32; they travel, are stored, and are viewed as numpy arrays without
-conversion.
+little-endian int32 bytes, logprobs float32, and are never converted.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ StopReason = Literal["stop", "length"]
 
 LogprobKind = Literal["processed", "raw", "unknown"]
 """`processed`: after temperature, before top-p and top-k. `raw`: at temperature 1, whatever the sampling
-temperature."""
+temperature.
+"""
 
 
 class TokenConstraint(IntEnum):
-    """How a grammar limited a sampled token."""
-
     NONE = 0
     """Every token with a probability above 0 was allowed."""
 
@@ -51,7 +49,8 @@ class TokenConstraint(IntEnum):
 
 MatchedBy = Literal["ids", "equality"]
 """How a call's parent was found. `ids`: the request's last assistant message has the id and content of our
-reply. `equality`: by message content alone."""
+reply. `equality`: by message content alone.
+"""
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
@@ -68,7 +67,7 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
 
 
 def unpack_ids(data: bytes) -> IntArray:
-    """View little-endian int32 bytes as ids [N] (read-only)."""
+    """Return a read-only view [N]."""
     return np.frombuffer(data, dtype="<i4")
 
 
@@ -78,15 +77,15 @@ def pack_logprobs(logprobs: Sequence[float] | FloatArray) -> bytes:
 
 
 def unpack_logprobs(data: bytes) -> FloatArray:
-    """View little-endian float32 bytes as logprobs [N] (read-only)."""
+    """Return a read-only view [N]."""
     return np.frombuffer(data, dtype="<f4")
 
 
 class PlacedImage(NamedTuple):
-    """An image in a prompt, or in a part of one."""
+    """An image in a prompt, or in a part of a prompt."""
 
     start: int
-    """Index of the first of its placeholder ids."""
+    """Index of its first placeholder id."""
 
     data: bytes
     """The file as the client sent it; in a ledger's call, its digest."""
@@ -111,7 +110,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Sampled ids (int32), including a sampled stop token."""
 
     logprobs: bytes
-    """Log probability of each sampled id (float32)."""
+    """float32 per sampled id."""
 
     stop_reason: StopReason
     policy_version: int
@@ -131,16 +130,17 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     seed: int | None = None
     constrained: bytes = b""
     """`TokenConstraint` of each sampled id (uint8); empty without a grammar. `logprobs` are from before the
-    grammar, unless `logprob_kind` is unknown."""
+    grammar, unless `logprob_kind` is unknown.
+    """
 
     ids_from: str = "sampler"
     """Source of `sampled`: the sampler, or a field of a server's reply (`inference_ctx.IdsSource`)."""
 
     prompt_from: Literal["server", "client"] = "server"
-    """Who rendered the prompt. A `client`'s ids may differ from what the server saw."""
+    """Who rendered the prompt. A client's ids may differ from the server's."""
 
     tokenizer: str = ""
-    """Fingerprint of the prompt's tokenizer (`vocabulary_fingerprint`); empty if unknown."""
+    """`vocabulary_fingerprint` of the prompt's tokenizer; empty if unknown."""
 
     fork_reason: str | None = None
     """Why this prompt unexpectedly does not extend an earlier call."""
@@ -153,7 +153,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """JSON list of a new prompt's tools, which later calls share. Empty where `messages` is."""
 
     created: int = 0
-    """Unix time in seconds of the request; 0 without a gateway."""
+    """Unix time of the request in seconds; 0 without a gateway."""
 
     idempotency_key: str = ""
     """The request's `Idempotency-Key`: a retry gets this reply, even after a restart."""
@@ -166,19 +166,21 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Whether an agent made the call outside of its work, such as for a title."""
 
     role: str = ""
-    """Role called; empty for the policy. Frozen and outside roles never train."""
+    """Empty for the policy. Frozen and outside roles never train."""
 
     reported_tokens: tuple[int, int] = (0, 0)
     """Tokens of prompt and reply, from a server that returns no ids."""
 
     spans: list[tuple[int, int]] = []
     """(policy version, index of its first id), in order, if weights changed during the call. Empty:
-    `policy_version` sampled everything, or it is unknown where they changed."""
+    `policy_version` sampled everything, or the changes are unknown.
+    """
 
     experts: bytes = b""
-    """Experts of a mixture, for each id of `new_prompt` and `sampled`: what the routers chose at the position
+    """A mixture's experts, for each id of `new_prompt` and `sampled`: the routers' choices at the position
     before it. Ids [layers, k] in order of computation, uint8 (int16 from 256 experts on), all bits set where
-    unknown. Empty: not recorded."""
+    unknown. Empty: not recorded.
+    """
 
     images: list[PlacedImage] = []
     """Images of `new_prompt`, in order."""
@@ -254,9 +256,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Prompts(Mapping[str, bytes]):
-    """Full prompts by call id, as int32 bytes, built when looked up.
+    """Full prompts by call id, as int32 bytes, built when looked up in O(prompt).
 
-    So calls need memory for their own tokens only. A lookup is O(prompt).
+    Calls therefore need memory for their own tokens only.
     """
 
     def __init__(self, calls: Iterable[Call]) -> None:
@@ -294,7 +296,7 @@ def utf8_size(text: str) -> int:
 
 
 def with_messages(calls: Iterable[Call]) -> list[Call]:
-    """`calls`, oldest first, with the request's messages and tools in all its choices."""
+    """Return `calls`, oldest first, with the request's messages and tools in all its choices."""
     whole = list[Call]()
     for call in calls:
         if not call.messages and whole:  # A request's choices are consecutive.
@@ -309,12 +311,11 @@ def calls_of(calls: Iterable[Call], role: str = "") -> list[Call]:
 
 
 def full_prompts(calls: Iterable[Call]) -> Prompts:
-    """Map each call id to its full prompt, in linear memory."""
     return Prompts(calls)
 
 
 def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Messages of the last call and the calls it extends, in OpenAI's format, with its reply.
+    """Messages of the last call and the calls it extends, with its reply, in OpenAI's format.
 
     Empty for raw prompts.
     """
@@ -335,7 +336,7 @@ def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def _with_parts(message: dict[str, Any], images: Iterator[PlacedImage]) -> dict[str, Any]:
-    """`message` with the files of its images, the next of `images`."""
+    """Add the files of the message's images, the next of `images`."""
     content, begin = message["content"], 0
     parts: list[dict[str, Any]] = []
     for image in message.pop("images", ()):

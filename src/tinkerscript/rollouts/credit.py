@@ -1,7 +1,7 @@
-"""`Credit`: what each model call of an episode earned, and what that is compared with.
+"""`Credit`: each model call's share of an episode's reward, and its baseline.
 
-Calls 1, ..., T have rewards (`EpisodeRollouts.call_rewards`); the last one also has the rest of the
-episode's. The return of call t is r_t + g r_(t+1) + g^2 r_(t+2) + ... with the discount g.
+Calls 1, ..., T have rewards (`EpisodeRollouts.call_rewards`). The return of call t is r_t + g r_(t+1) + g^2
+r_(t+2) + ... with the discount g.
 
 Invariant: without rewards of calls and with discount 1, `turn` equals `RolloutGroup.weighted` bit for bit.
 """
@@ -31,9 +31,10 @@ CreditLevel = Literal["episode", "turn", "state"]
 @dataclass(frozen=True, slots=True)
 class Credit:
     level: CreditLevel = "turn"
-    """`episode`: all tokens have the episode's advantage. `turn`: a call's return, compared with the
-    group's at the same turn. `state`: the episode's advantage, plus a call's return compared with calls
-    that saw the same observation (Feng et al. 2025, "GiGPO", arXiv:2505.10978)."""
+    """`episode`: all tokens have the episode's advantage. `turn`: a call's return, compared with the group's
+    at the same turn. `state`: the episode's advantage, plus a call's return compared with calls that saw the
+    same observation (Feng et al. 2025, "GiGPO", arXiv:2505.10978).
+    """
 
     discount: float = 1.0
 
@@ -56,8 +57,8 @@ class Credit:
 
     def advantages(self, group: RolloutGroup, rule: AdvantageRule = PLAIN) -> list[Doubles]:
         """float64 [T] per episode. Not for `episode`."""
-        # Each call has one baseline for its whole return. Turn-wise advantages would subtract a baseline
-        # per turn, a hidden price on every further turn (verl-project/verl#7244).
+        # Each call has one baseline for its whole return. A baseline per turn would be a hidden price on
+        # every further turn (verl-project/verl#7244).
         returns = [returns_of(rewards_of_calls(episode), self.discount) for episode in group.episodes]
         found = [np.zeros(len(each)) for each in returns]
         if self.level == "state":
@@ -77,7 +78,7 @@ class Credit:
         return found
 
     def _is_of_episodes(self, group: RolloutGroup, rule: AdvantageRule) -> bool:
-        # Pass@k, named scores and the means of other episodes are defined only for whole episodes.
+        # Pass@k, named scores and other episodes' means are defined only for whole episodes.
         if self.level == "episode" or rule.pass_k > 1 or rule.weights or rule.baseline in PAST_BASELINES:
             return True
         has_own = any(episode.call_rewards for episode in group.episodes)
@@ -85,7 +86,7 @@ class Credit:
 
 
 def rewards_of_calls(episode: EpisodeRollouts) -> Doubles:
-    """float64 [T]. The last call has what the others leave of the episode's reward."""
+    """float64 [T]. The last call has the rest of the episode's reward."""
     own = episode.call_rewards
     rewards = np.array([own.get(call.call_id, 0.0) for call in episode.calls], dtype=np.float64)
     if len(rewards):

@@ -1,9 +1,8 @@
 """`merge_calls`: calls -> training sequences, by exact token prefix.
 
 A call extends the open sequence that is a full prefix of its prompt, or else opens a new one, which records
-where it forks. So every sampled token is in exactly one sequence, after the prefix it was sampled under.
-Sequences are found by (length, last ids) and one comparison. A call costs its new tokens, because no prompt
-in its parent's sequence is copied.
+where it forks. Sequences are found by (length, last ids) and one comparison. A call costs only its new
+tokens.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class _Stream(NamedTuple):
     length: int
     tail: bytes
     images: list[PlacedImage]
-    """Of all ids. Two images have the same ids, so these are compared too."""
+    """Images of all ids. They are compared because two images have the same ids."""
 
     @property
     def size(self) -> int:
@@ -159,8 +158,8 @@ def merge_calls(
     """Merge calls into sequences that hold every sampled token once, after its own prefix.
 
     `calls` list parents before children. Only calls of `role` (default: the policy) that sampled something
-    count. `trains_constrained`: tokens that a grammar constrained carry loss. Raises ValueError for a
-    missing parent.
+    count. `trains_constrained`: tokens that a grammar constrained carry loss. Raises ValueError for a missing
+    parent.
     """
     sequences = _OpenSequences()
     streams: dict[str, _Stream] = {}
@@ -183,7 +182,7 @@ def merge_calls(
 
 
 def _experts(segments: Sequence[Segment], length: int, calls: Mapping[str, Call]) -> ByteArray | None:
-    """`Rollout.experts`. `calls`: by id. Before a fork, the parents' calls recorded them."""
+    """Build `Rollout.experts`. Before a fork, the parents' calls recorded them."""
     widths = {len(call.experts) // call.new_tokens for call in calls.values() if call.experts}
     if not widths:
         return None
@@ -215,13 +214,13 @@ def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:
 
 
 def _shared_images(ours: list[PlacedImage], theirs: list[PlacedImage], shared: int) -> int:
-    """Cut `shared` ids before the first placeholder of an image that the other does not have there."""
+    """Cut `shared` ids before the first placeholder of an image that the other lacks there."""
     differing = [pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1]]
     return min([shared, *(image.start for pair in differing for image in pair if image)])
 
 
 def _common_prefix(ours: bytearray, theirs: bytearray, *, longer_than: int) -> int:
-    """In ids; 0 unless it exceeds `longer_than`."""
+    """Length in ids; 0 unless it exceeds `longer_than`."""
     enough = 4 * (longer_than + 1)
     with memoryview(ours) as view:
         if len(view) < enough or not theirs.startswith(view[:enough]):

@@ -3,7 +3,7 @@
     group, group_id                         the group's index in the table, and its name
     episode, episode_uuid, episode_reward   the episode's index in the group, its name, and its reward
     metadata                                the episode's metadata as JSON
-    env_name, env_example_id                where the problem is from
+    env_name, env_example_id                the problem's source
     tokens, sampled, loss_mask, logprobs    lists [T], as in `Rollout`
     rewards, shaped, sequence_reward        list [T], bool and float64, as in `Rollout`
     parent, fork                            the earlier sequence it forks from, and after how many tokens
@@ -11,9 +11,9 @@
     images                                  {start, file}: the first placeholder of an image, and its file
     calls                                   the episode's calls as msgpack, on its first row only
 
-An episode without sequences has one row without tokens, since its reward counts in its group. Tables read
-back equal. Needs `tinkerscript[datasets]`. `datasets.Dataset.from_parquet(path)` gives a Hugging Face
-dataset, and `from_table(dataset.with_format("arrow")[:])` reads one.
+An episode without sequences has one row without tokens, since its reward counts in its group. Needs
+`tinkerscript[datasets]`. `datasets.Dataset.from_parquet(path)` gives a Hugging Face dataset, and
+`from_table(dataset.with_format("arrow")[:])` reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinkerscript.rollouts.call import Call, PlacedImage
 from tinkerscript.rollouts.rollout import EpisodeRollouts, Rollout, Segment
 from tinkerscript.rollouts.trainers import refuse_episode_errors
 
-ROWS_PER_GROUP = 1024  # Sequences in memory at once.
+ROWS_PER_GROUP = 1024
 
 _ARRAYS = {
     "tokens": np.int32,
@@ -42,7 +42,6 @@ _ARRAYS = {
     "logprobs": np.float32,
     "rewards": np.float32,
 }
-# Columns named like a rollout's fields.
 _FIELDS = ("env_name", "env_example_id", "shaped", "parent", "fork")
 
 Row = Mapping[str, Any]

@@ -1,11 +1,6 @@
 """Training sequences, which `merge_calls` makes from an episode's calls.
 
-    Segment            the tokens that one call sampled
-    Rollout            one sequence of T tokens
-    EpisodeRollouts    the sequences and the reward of one episode
-
-A sequence has T tokens: P of its first prompt, then R = T - P. Invariant: position t of every array is
-about token t.
+A sequence has T tokens: P of its first prompt, then R = T - P.
 """
 
 from __future__ import annotations
@@ -33,8 +28,7 @@ class Segment:
 
     @property
     def versions(self) -> list[tuple[int, slice]]:
-        """Policy versions and their spans; the oldest with the whole span if it is unknown which sampled
-        what."""
+        """Return policy versions and their spans. If spans are unknown, the oldest version has all."""
         spans = self.call.spans or [(min(self.call.policy_versions), 0)]
         ends = [*(first for _, first in spans[1:]), self.end - self.start]
         return [
@@ -45,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One training sequence of T tokens: prompts and replies as the model saw them."""
+    """One training sequence of T tokens, as the model saw them. Position t of any array is about token t."""
 
     episode_uuid: str
     tokens: IntArray
@@ -56,7 +50,8 @@ class Rollout:
 
     loss_mask: BoolArray
     """bool [T]: True where the token carries loss: sampled tokens, usually without those that a grammar
-    constrained."""
+    constrained.
+    """
 
     logprobs: FloatArray
     """float32 [T]: the sampler's log probability; 0 where `sampled` is False."""
@@ -83,7 +78,8 @@ class Rollout:
 
     experts: ByteArray | None = None
     """uint8 [T, bytes]: experts that a mixture's routers chose at the position before the token, as in
-    `Call.experts`. None: not recorded. 0 bytes: recorded by different models."""
+    `Call.experts`. None: not recorded. 0 bytes: recorded by different models.
+    """
 
     images: tuple[PlacedImage, ...] = ()
 
@@ -161,10 +157,9 @@ class Rollout:
     ) -> Rollout:
         """Return a copy with its reward.
 
-        A number (also a NumPy or torch scalar) is the reward of the episode and of every sampled token. A
-        sequence has a reward for each of the R response tokens; they sum to the episode's. Raises
-        ValueError for a wrong length, a magnitude above 1e6 (`errors.MAX_REWARD`), or a reward on a token
-        that was not sampled.
+        A number is the reward of the episode and of every sampled token. A sequence has a reward for each of
+        the R response tokens; they sum to the episode's. Raises ValueError for a wrong length, a magnitude
+        above 1e6 (`errors.MAX_REWARD`), or a reward on a token that was not sampled.
         """
         rewards = np.zeros(len(self.tokens), dtype=np.float32)
         shares = _as_numbers(reward)

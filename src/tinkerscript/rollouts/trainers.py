@@ -1,10 +1,8 @@
 """Rollouts in the formats of other trainers: Tinker, verl and TRL.
 
-If a format cannot hold something that a rollout has (`TRAITS`), its converter raises ConversionError with
-the trait's name, unless the caller accepts the loss (`allow`). A sequence that fails the alignment check is
-never converted.
-
-Needs only numpy, except Tinker's part (tinker) and `to_verl` (torch).
+If a format cannot hold something that a rollout has (`TRAITS`), its converter raises ConversionError with the
+trait's name, unless the caller accepts the loss (`allow`). A sequence that fails the alignment check is never
+converted.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from tinkerscript.rollouts.rollout import ByteArray, EpisodeRollouts, Rollout
 if TYPE_CHECKING:
     import tinker
 
-# Properties that affect the gradient, and that a format may be unable to hold.
+# They affect the gradient, and a format may be unable to hold them.
 TRAITS: Mapping[str, str] = {
     "several_sequences": "an episode of several sequences, whose reward must count once",
     "token_rewards": "token rewards that are shares of the episode's reward",
@@ -76,8 +74,8 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
         target_tokens   q    r    s
         logprobs        0    l_r  l_s
         advantages      0    0.5  0.5
-    Only sampled tokens have an advantage, so only they train. Raises ConversionError for what a Datum cannot
-    hold, such as a temperature: Tinker's losses compare with logprobs at temperature 1.
+    Raises ConversionError for anything that a Datum cannot hold, such as a temperature: Tinker's losses
+    compare with logprobs at temperature 1.
     """
     rollout, form = weighted.rollout, "a Tinker Datum"
     refuse_errors(rollout, {}, form)
@@ -143,11 +141,10 @@ TRL_FIELDS: Fields = {
 
 
 def to_trl(groups: Sequence[RolloutGroup], *, allow: Collection[str] = ()) -> dict[str, list[Any]]:
-    """Convert groups of one size to what a `rollout_func` returns: parallel lists with an entry per
-    episode.
+    """Convert groups of one size to a `rollout_func`'s result: parallel lists with an entry per episode.
 
-    TRL forms groups from `num_generations` consecutive rows. Its reward functions get further fields by
-    name: `reward_funcs=[lambda reward, **_: reward]`. It uses `logprobs` only with `use_vllm` and
+    TRL forms groups from `num_generations` consecutive rows. Its reward functions get further fields by name:
+    `reward_funcs=[lambda reward, **_: reward]`. It uses `logprobs` only with `use_vllm` and
     `vllm_importance_sampling_correction`. Raises ConversionError.
     """
     sizes = sorted({len(group.episodes) for group in groups})
@@ -177,9 +174,9 @@ def to_verl(
     longest.
 
     Tensors: prompts int64 [B, P], left-padded; responses, response_mask int64 and rollout_log_probs,
-    rm_scores float32 [B, R], right-padded; input_ids, attention_mask, position_ids int64 [B, P + R]. `uid`
-    is an object array [B] of group ids. `rm_scores` has the episode's reward at the last token with loss,
-    or each token's share. Raises ConversionError, also for a prompt or response that is too long.
+    rm_scores float32 [B, R], right-padded; input_ids, attention_mask, position_ids int64 [B, P + R]. `uid` is
+    an object array [B] of group ids. `rm_scores` has the episode's reward at the last token with loss, or
+    each token's share. Raises ConversionError, also for a prompt or response that is too long.
     """
     import torch  # noqa: PLC0415 (optional dependency)
 
@@ -288,7 +285,6 @@ def refuse_episode_errors(episode: EpisodeRollouts, form: str) -> None:
 
 
 def refuse_errors(rollout: Rollout, prompts: Mapping[str, bytes], form: str) -> None:
-    """`prompts`: known full prompts of the rollout's calls."""
     errors = find_errors(rollout, vocabulary=2**31, prompts=prompts)
     errors = [error for error in errors if error not in _OTHER_TRAINERS_MAY]
     if errors:

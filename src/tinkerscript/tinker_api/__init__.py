@@ -1,5 +1,5 @@
 """The embedded engine behind Tinker's wire protocol, for the unmodified `tinker` SDK.
 
-`wire_server.WIRE_ENDPOINTS` lists the endpoints and `serve_wire` runs the server. The protocol has no public
-specification: we read it from the SDK that `constraints.txt` pins, and a test fails when that changes.
+The protocol has no public specification: we read it from the SDK that `constraints.txt` pins, and a test
+fails when that changes.
 """

@@ -1,8 +1,7 @@
 """Convert request bodies and replies from and to the SDK's types.
 
-The SDK's request types read JSON and refuse unknown fields; `tinker.proto.tinker_public_pb2` has its protobuf
-messages. Clients that accept protobuf (SDK 0.24 and later) get samples and losses in it, others JSON. Errors
-contain a field's path, such as `data[3].loss_fn_inputs.weights`.
+Clients that accept protobuf (SDK 0.24 and later) get samples and losses in it, others JSON. Errors contain a
+field's path, such as `data[3].loss_fn_inputs.weights`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinkerscript.errors import EngineRequestError, WireError
 
 Reply = dict[str, Any] | Response | None
-"""A JSON object, a whole response, or None for an empty reply."""
+"""None is an empty reply."""
 
 FutureResult = tinker.SampleResponse | tinker.ForwardBackwardOutput | dict[str, Any]
 
@@ -158,7 +157,6 @@ def _tensor_json(values: NDArray[Any]) -> dict[str, Any]:
 
 
 def write_forward_backward(output: tinker.ForwardBackwardOutput) -> bytes:
-    """Write a record with a batched tensor per output field of the loss."""
     message = pb.ForwardBackwardOutput()
     message.loss_fn_output_type = output.loss_fn_output_type
     record = message.loss_fn_outputs.add()

@@ -1,8 +1,7 @@
 """Sessions with their runs and samplers, and checkpoints, all on disk.
 
-Sessions are stored at once, so that a client that outlives the server can keep sampling from checkpoints. A
-checkpoint is a Hugging Face folder with a `NOTE`, at `tinker://RUN/weights/NAME` or
-`tinker://RUN/sampler_weights/NAME`. Nothing else records checkpoints.
+Clients that outlive the server can keep sampling from checkpoints. A checkpoint is a Hugging Face folder with
+a `NOTE`, at `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ARCHIVE_KINDS: Mapping[str, Literal["training", "sampler"]] = {
     "weights": "training",
     "sampler_weights": "sampler",
 }
-"""Tinker's name for the second part of a `tinker://` path."""
+"""Keys are the second part of a `tinker://` path."""
 
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 24 * 3600
 
@@ -40,13 +39,11 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 @dataclass(slots=True)
 class SamplerRecord:
-    """Samples from a checkpoint, a snapshot, or else the base model."""
-
     sampler_id: str
     base_model: str
     model_path: str | None = None
     snapshot: bool = False  # Only this process has the weights.
-    clones: int = 0  # Clients that joined later.
+    clones: int = 0
 
 
 @dataclass(slots=True)
@@ -71,8 +68,6 @@ class ClientSession:
 
 
 class Sessions:
-    """Sessions on disk. `clock` returns seconds."""
-
     def __init__(self, root: Path, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._root = root
         self._timeout_s = timeout_s
@@ -114,7 +109,6 @@ class Sessions:
         return self._sessions[session_id]
 
     def all(self) -> list[ClientSession]:
-        """Return all sessions, newest first."""
         return sorted(self._sessions.values(), key=lambda session: session.created, reverse=True)
 
     def sampler(self, sampler_id: str) -> tuple[ClientSession, SamplerRecord]:
@@ -136,7 +130,7 @@ class Sessions:
         return session, session.runs[run_id]
 
     def finish(self, session: ClientSession, how: str) -> None:
-        """End a session. The first reason is kept."""
+        """The first reason is kept."""
         if session.finished is None:
             session.finished = how
             self._last_seen.pop(session.session_id, None)
@@ -168,7 +162,7 @@ def _read_session(path: Path) -> ClientSession:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A stored checkpoint. Times are ISO 8601 with a time zone."""
+    """Times are ISO 8601 with a time zone."""
 
     run_id: str
     kind: str
@@ -232,7 +226,7 @@ class Checkpoints:
         return {NOTE: json.dumps(asdict(checkpoint), indent=2) + "\n"}
 
     def find(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Return a stored checkpoint. Raises WireError: 400 for a malformed path, 404 for a missing one."""
+        """Raises WireError: 400 for a malformed path, 404 for a missing checkpoint."""
         run_id, kind, name = _parts(path, field)
         found = _read_checkpoint(self._root / _folder_name(run_id) / kind / name / NOTE)
         if found is None or found.expired(datetime.now(UTC)):
@@ -242,7 +236,6 @@ class Checkpoints:
         return found
 
     def all(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Return checkpoints, newest first."""
         pattern = f"{_folder_name(run_id) if run_id else '*'}/*/*/{NOTE}"
         now = datetime.now(UTC)
         found = [_read_checkpoint(path) for path in self._root.glob(pattern)]

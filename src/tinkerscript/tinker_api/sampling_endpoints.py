@@ -1,5 +1,3 @@
-"""Endpoints of samplers, whose weights never change."""
-
 from __future__ import annotations
 
 from typing import Any

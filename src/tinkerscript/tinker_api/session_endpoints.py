@@ -1,5 +1,3 @@
-"""Endpoints of sessions, results, and stored runs, samplers and checkpoints."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -95,7 +93,7 @@ async def capabilities(state: WireState, request: Request) -> Reply:
 
 
 async def retrieve_future(state: WireState, request: Request, body: bytes) -> Reply:
-    """Wait for a result. Status 408 makes the client ask again."""
+    """Status 408 makes the client ask again."""
     request_id = read_json(FutureRetrieveRequest, body).request_id
     answer = await state.futures.fetch(request_id, state.limits.poll_s)
     if answer is None:

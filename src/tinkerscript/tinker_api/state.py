@@ -1,10 +1,10 @@
 """The state that all endpoints share (`WireState`), and limits on its memory.
 
-A client starts a request now and fetches its result later (`Futures`). Repeating it, because a reply was
-lost, returns the same future. Fetched results stay a while, to be fetched again.
+A client starts a request and fetches its result later (`Futures`). If a reply is lost, it repeats the request
+and gets the same future.
 
-A run's weights stay in memory until its session ends. Samplers over the same weights share one copy. The
-least recently used copies are evicted and reloaded when needed; unsaved ones are then lost.
+Samplers over the same weights share a copy. The least recently used copies are evicted and reloaded when
+needed; unsaved ones are lost.
 """
 
 from __future__ import annotations
@@ -35,22 +35,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """Loads at which the server asks clients to wait."""
-
     runs: int = 8
     """Runs in memory, each with an adapter or weights, gradients and moments."""
 
     samplers: int = 32
     waiting_samples: int = 8192
-    """Unfinished sequences. Beyond it requests get a 429."""
+    """Unfinished sequences. More get a 429."""
 
-    waiting_requests: int = 4096  # Of all kinds, until forgotten.
+    waiting_requests: int = 4096  # Kept requests of all kinds.
     body_bytes: int = 64 * 1024 * 1024
     poll_s: float = 30.0
-    """How long one request waits for a result. The SDK gives up after 45 s."""
+    """Seconds that a request waits for a result. The SDK gives up after 45 s."""
 
     session_timeout_s: float = 300.0
-    """A session ends after this time without a heartbeat. The SDK sends one every 10 s."""
+    """Seconds without a heartbeat that end a session. The SDK sends one every 10 s."""
 
 
 @dataclass(slots=True)
@@ -70,7 +68,7 @@ class Pending:
 
 
 class Futures:
-    """Requests by id. An instance belongs to one event loop."""
+    """An instance belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -116,7 +114,7 @@ class Futures:
     async def fetch(self, request_id: str, timeout_s: float) -> FutureResult | None:
         """Return the result or error, or None after `timeout_s`.
 
-        Raises WireError 410 for an unknown id; the client then starts over.
+        Raises WireError 410 for an unknown id, upon which the client starts over.
         """
         pending = self._pending.get(request_id)
         if pending is None:
@@ -137,7 +135,6 @@ class Futures:
         return pending.task.result() if error is None else failure(error)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request. Unknown ids are ignored."""
         pending = self._pending.get(request_id)
         if pending is not None:
             pending.task.cancel()
@@ -200,7 +197,7 @@ class WireState:
         raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
 
     def checkpoint(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Return a checkpoint that the engine can load. Raises WireError 404, or 400 for the wrong kind."""
+        """Return a checkpoint. Raises WireError 404, or 400 if the engine cannot load its kind."""
         found = self.checkpoints.find(path, field=field)
         if (found.lora_config is not None) == self.engine.is_lora:
             return found
@@ -241,7 +238,7 @@ class WireState:
         self._trim()
 
     async def weights_of(self, sampler: SamplerRecord) -> EmbeddedSamplingClient:
-        """Load the weights if needed. Raises WireError if they are lost."""
+        """Raise WireError if the weights are lost."""
         key = sampler.sampler_id if sampler.snapshot else (sampler.model_path or "")
         found = self._weights.get(key)
         if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):

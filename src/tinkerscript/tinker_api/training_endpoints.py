@@ -29,7 +29,7 @@ from tinkerscript.tinker_api.records import (
 )
 from tinkerscript.tinker_api.state import Run, WireState
 
-# Adapter target -> field of Tinker's LoraConfig.
+# Fields of Tinker's LoraConfig.
 LORA_PARTS = {"attn": "train_attn", "mlp": "train_mlp", "unembed": "train_unembed"}
 
 LORA_ALPHA = 32.0  # Tinker's value for every rank.
@@ -43,13 +43,13 @@ TINKER_LOSSES = {
     "gspo": POLICY_INPUTS | {"sequence_ratio_mask"},
     "stable_reinforce": POLICY_INPUTS,
 }
-"""The inputs that Tinker's documentation lists for each `loss_fn`."""
+"""The inputs in Tinker's documentation of each `loss_fn`."""
 
 STABLE_REINFORCE = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
 """`cispo` parameters for `stable_reinforce`, for which Tinker publishes no formula.
 
 This is REINFORCE with truncated importance sampling (Yao et al. 2025): -sg(min(ratio, 2)) * advantage *
-logprob. Of the sampler it only needs the datum's `logprobs`.
+logprob. From the sampler it only needs the datum's `logprobs`.
 """
 
 DEFAULT_RANK = 32  # The SDK's default.
@@ -71,7 +71,7 @@ def _begin_run(
     lora_config: dict[str, Any] | None,
     source: tuple[Checkpoint, bool] | None,
 ) -> dict[str, str]:
-    """Start a run. `source` is a checkpoint, and whether to load its optimizer state."""
+    """`source` is a checkpoint, and whether to load its optimizer state."""
     model_id = f"{session.session_id}:train:{model_seq_id}"
     record = RunRecord(model_id, state.name, timestamp(), user_metadata, lora_config)
     key = (model_id, "create")
@@ -133,7 +133,7 @@ def _check_optimizer(config: types.OptimizerConfig | None) -> None:
 
 
 def _checked_lora(state: WireState, config: types.LoraConfig | None) -> dict[str, Any] | None:
-    """Return the run's `LoraConfig`, or None if all weights train. Raises WireError with the field."""
+    """Return the `LoraConfig`, or None if all weights train. Raises WireError with the field."""
     config = config or types.LoraConfig(rank=DEFAULT_RANK)
     left_out = [name for name in LORA_PARTS.values() if not getattr(config, name)]
     if not state.engine.is_lora:

@@ -1,10 +1,10 @@
 """The Tinker server: its endpoint table, ASGI application, and process.
 
-Errors are `{"detail": message}` with a status that the SDK understands: 400, 404, 410 and 422 are final, 408
-and 429 mean "try again later", 5xx is the server's fault.
+Errors are `{"detail": message}`. To the SDK, status 400, 404, 410 and 422 are final, 408 and 429 mean "try
+again later", and 5xx is the server's fault.
 
-All requests but the health check need an `X-API-Key` header, even if any key is accepted, because another
-site's page cannot send that header unasked. A page that uses DNS rebinding is refused by its host name.
+All requests but the health check need an `X-API-Key` header, because another site's page cannot send it
+unasked.
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ WIRE_ENDPOINTS: Mapping[tuple[str, str], Handler] = {
     ("POST", f"{_CHECKPOINT}/publish"): _no_body(session.publish),
     ("DELETE", f"{_CHECKPOINT}/publish"): _no_body(session.unpublish),
 }
-"""Method and path after `PREFIX` -> handler. Parts in braces are `path_params`."""
+"""Keys are method and path after `PREFIX`. Parts in braces are `path_params`."""
 
 
 def wire_app(state: WireState, *, api_key: str | None = None) -> Starlette:
-    """Return the app. With an `api_key`, only this key is accepted."""
+    """If `api_key` is given, only this key is accepted."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -209,7 +209,7 @@ async def _keep_house(state: WireState) -> None:
         state.housekeeping()
 
 
-ENGINE_KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"  # The variable with the only accepted key.
+ENGINE_KEY_VARIABLE = "TINKERSCRIPT_ENGINE_KEY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +218,8 @@ class WireOptions:
     state_dir: Path
     name: str
     host: str = "127.0.0.1"
-    port: int = 0  # 0: a free port.
-    full: bool = False  # Runs train all weights, not adapters.
+    port: int = 0  # 0 takes a free port.
+    full: bool = False  # Runs train all weights instead of adapters.
     threads: int = 1
     max_batch: int = 128
     device: str = "cpu"

@@ -1,8 +1,4 @@
-"""Token alignment: is what trains exactly what was sampled?
-
-`checks` compares a sequence with its calls, `diagnosis` logprobs with the trainer's and sibling sequences',
-and `report` counts the results.
-"""
+"""Token alignment: is what trains exactly what was sampled?"""
 
 from tinkerscript.rollouts.alignment.checks import ERRORS, WARNINGS, find_errors, find_warnings
 from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose

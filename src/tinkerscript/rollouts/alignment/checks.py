@@ -1,7 +1,4 @@
-"""Checks of one sequence against its calls, in time linear in its tokens.
-
-`find_errors` names what keeps a sequence from training, `find_warnings` counts what is only suspicious.
-"""
+"""Checks of one sequence against its calls, in time linear in its tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +12,11 @@ import numpy.typing as npt
 from tinkerscript.rollouts.call import Call, FloatArray, moved_images
 from tinkerscript.rollouts.rollout import Rollout, Segment
 
-POSITIVE_TOLERANCE = 1e-6  # Logprobs up to this are rounding errors.
+POSITIVE_TOLERANCE = 1e-6  # Rounding errors reach this.
 SENTINEL_LOGPROB = -9999.0  # Sent by servers that cannot send -inf.
 FROM_TEXT = frozenset({"text", "retokenised"})  # `Call.ids_from` of encoded text.
 
-# Name -> what is wrong. `diagnosis` finds the last six.
+# `diagnosis` finds the last six.
 ERRORS: Mapping[str, str] = {
     "lengths_differ": "tokens, mask, and logprobs have different lengths",
     "nothing_sampled": "the sequence has no sampled token",
@@ -163,7 +160,7 @@ def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[s
         ends[call.call_id] = segment
 
 
-# Name -> what it means. `InferenceContext` counts the ones about replies.
+# `InferenceContext` counts the ones about replies.
 WARNINGS: Mapping[str, str] = {
     "no_stop_token": "a reply ended with a stop string, or was cut off, instead of ending with a stop token",
     "stop_token_inside": "a reply contains a stop token before its end",

@@ -1,9 +1,5 @@
 """Compares logprobs: the sampler's with the trainer's, and sibling sequences with each other.
 
-`Gap` measures the difference between sampler and trainer. `diagnose` names its pattern: shifted, truncated,
-of the most likely token, or of tokens not sampled. Real servers have these faults. Without a pattern, the
-finding is `logprob_gap`.
-
 `Contradictions` needs no trainer. While the sampled tokens of a group's sequences agree, the same weights
 must give the next token one logprob, and different next tokens probabilities that sum to at most 1.
 """
@@ -34,7 +30,7 @@ OVERFULL_SHARE = 0.05  # Share of prefixes above `MAX_TOTAL` on a noisy server.
 
 
 def is_comparable(call: Call) -> bool:
-    """Whether the logprobs are of the whole distribution, not of what a grammar left."""
+    """Whether the logprobs are of the whole distribution, from before a grammar."""
     return TokenConstraint.UNKNOWN not in call.constrained
 
 
@@ -43,8 +39,8 @@ class Gap:
     """The sampler's logprobs against the trainer's, as sums over n tokens.
 
     With d = trainer - sampler: k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) estimate KL(sampler || trainer)
-    (Schulman 2020, "Approximating KL divergence"); the effective sample size is (sum w)^2 / (n sum w^2)
-    with w = exp(d).
+    (Schulman 2020, "Approximating KL divergence"); the effective sample size is (sum w)^2 / (n sum w^2) with
+    w = exp(d).
     """
 
     tokens: int = 0
@@ -142,7 +138,9 @@ def diagnose(
 ) -> Finding | None:
     """Name the pattern of the calls with a mean |dlogp| above `threshold`; None without such calls.
 
-    `retokenise(ids)` encodes the ids' text again, to recognize ids encoded from text.
+    Real servers return logprobs that are shifted, truncated, of the most likely token, or of tokens not
+    sampled. Without a pattern, the finding is `logprob_gap`. `retokenise(ids)` encodes the ids' text again,
+    to recognize ids encoded from text.
     """
     bad = [pair for pair in pairs if len(pair.ids) and pair.gap > threshold]
     if not bad:
@@ -183,11 +181,11 @@ def _shifted(bad: Sequence[Pair], mean: float, figures: str) -> Finding | None:
 
 
 def _residuals(bad: Sequence[Pair], shift: int) -> tuple[float, float]:
-    """Mean |sampler[i] - trainer[i + shift]| within the calls, infinite for too little overlap; and the
-    least that the same logprobs leave unshifted or shuffled.
+    """Mean |sampler[i] - trainer[i + shift]| within the calls, infinite for too little overlap; and the least
+    that the same logprobs leave unshifted or shuffled.
 
-    The second one is small too for a collapsed policy, with nearly equal logprobs, and where only the first
-    or last tokens differ.
+    The second is small too for nearly equal logprobs (a collapsed policy), and where only the first or last
+    tokens differ.
     """
     first, last = slice(abs(shift), None), slice(-abs(shift))
     of_sampler, of_trainer = (last, first) if shift > 0 else (first, last)
@@ -255,10 +253,8 @@ class Contradictions:
     """Summed |difference| of their logprobs."""
 
     prefixes: int = 0
-    """Prefixes with several next tokens."""
 
     overfull: int = 0
-    """Prefixes with a total probability above `MAX_TOTAL`."""
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
         alike: defaultdict[tuple[object, ...], list[Segment]] = defaultdict(list)

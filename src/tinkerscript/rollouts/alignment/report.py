@@ -1,5 +1,3 @@
-"""`AlignmentReport`: findings about tokens, for the current step and the whole run."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -167,7 +165,6 @@ class AlignmentReport:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AlignmentReport:
-        """Undo `as_json`. An empty mapping gives an empty report."""
         report = cls()
         report.whole = Counts.from_json(data)
         report.findings = list(data.get("findings", []))
