@@ -2,15 +2,15 @@
 
     TinkerScriptError
     ├── ConfigError              a config, task path or option that cannot be used
-    ├── ClientError              for rollout programs
+    ├── ClientError              what a rollout program sees
     │   ├── ServerUnreachableError   no response from the interchange server
     │   ├── NoEpisodeError           nothing to claim within the given time
-    │   ├── RunFinishedError         nothing to claim, ever
-    │   │   └── RunFailedError       the run has failed
+    │   ├── RunFinishedError         nothing to claim, ever: the run is finished
+    │   │   └── RunFailedError       nothing to claim, ever: the run has failed
     │   ├── ClaimLostError           the claim no longer holds the episode's lease
     │   ├── ClientClosedError        the client was closed while it waited
-    │   └── RequestRefusedError      the server refused the request
-    ├── InterchangeError         refusals by the server
+    │   └── RequestRefusedError      the server understood the request and refused it
+    ├── InterchangeError         what the server refuses
     │   ├── UnknownEpisodeError      no such episode
     │   ├── UnknownWeightsError      no such weights, or no such file in them
     │   ├── NotTheOwnerError         the caller's claim does not hold the lease
@@ -18,21 +18,21 @@
     │   ├── QuotaError               the caller is at its limit and may retry later
     │   ├── UnauthorizedError        the token is missing, wrong, or lacks the role
     │   └── StoreError               the ledger cannot be read or written
-    ├── GatewayError             a model call cannot be served
-    ├── LinkError                the connection between trainer and server failed
+    ├── GatewayError             a model call that cannot be served (has HTTP status and code)
+    ├── LinkError                the connection between trainer and server
     ├── EngineError              sampling or training failed
-    │   ├── EngineRequestError       the request would always fail
-    │   └── WireError                a refusal by the Tinker API server
+    │   ├── EngineRequestError       a request that the engine cannot serve
+    │   └── WireError                a refusal of the Tinker API server (has HTTP status)
     ├── AlignmentError           training data differs from what was sampled
     ├── NoSuccessError           every episode of a batch failed
-    ├── NotRecordedError         the ledger has no such data, or the query is malformed
+    ├── NotRecordedError         the ledger has no such step, episode or token
     ├── ConversionError          another trainer's format cannot hold a rollout
     ├── IsolationError           a sandbox cannot be made, or has ended
     ├── UploadError              the run's folder could not be copied to its URL
     └── WorkerError              a worker cannot run its script or task
-        └── WrongTaskError           the worker does not run the episode's task
+        └── WrongTaskError           an episode of a task the worker does not run
 
-A `Failure` (see `protocol`) is an episode's recorded failure.
+An `*Error` is an exception. A `Failure` (see `protocol`) is an episode's recorded failure.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __all__ = [
 
 
 MAX_REWARD = 1e6
-"""Larger rewards would overflow training."""
+"""Larger rewards would overflow training. Checked wherever a reward enters."""
 
 
 class TinkerScriptError(Exception):
@@ -106,18 +106,18 @@ class RunFailedError(RunFinishedError):
 
 
 class ClaimLostError(ClientError):
-    pass
+    """The episode's lease is gone, so the claim's result does not count."""
 
 
 class ClientClosedError(ClientError):
-    pass
+    """Another thread or task closed the client while it waited."""
 
 
 class RequestRefusedError(ClientError):
     """The server refused a request.
 
-    `status` is the HTTP status, `reason` the server's message, and `code` an identifier such as
-    `context_length_exceeded` or empty.
+    `status`: the HTTP status. `reason`: the server's message. `code`: such as `context_length_exceeded`, or
+    empty.
     """
 
     def __init__(self, status: int, reason: str, code: str = "") -> None:
@@ -148,13 +148,15 @@ class ConflictError(InterchangeError):
 
 
 class QuotaError(InterchangeError):
+    """The caller is at its limit, and may retry after `retry_after_s`."""
+
     def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
         self.retry_after_s = retry_after_s
 
 
 class UnauthorizedError(InterchangeError):
-    """`status` is 401 for a missing or wrong token, 403 for an insufficient role."""
+    """The token does not grant the route's role. `status` is 401 or 403."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -166,8 +168,10 @@ class StoreError(InterchangeError):
 
 
 class GatewayError(TinkerScriptError):
-    """`status` is the HTTP status, for the caller's retry logic. `code` is an identifier such as
-    `invalid_api_key`. `param` names the offending field.
+    """A model call cannot be served.
+
+    `status`: the HTTP status, for the caller's retry logic. `code`: a stable identifier such as
+    `invalid_api_key` or `context_length_exceeded`. `param`: the offending field.
     """
 
     def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
@@ -179,7 +183,7 @@ class GatewayError(TinkerScriptError):
 
 
 class LinkError(TinkerScriptError):
-    pass
+    """The ZeroMQ link failed or was misused."""
 
 
 class EngineError(TinkerScriptError):
@@ -187,11 +191,11 @@ class EngineError(TinkerScriptError):
 
 
 class EngineRequestError(EngineError):
-    pass
+    """The engine cannot serve the request; a retry would fail again."""
 
 
 class WireError(EngineError):
-    """`status` tells the SDK whether to retry."""
+    """The Tinker API server refuses a request. `status` suits the SDK's retries."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -199,7 +203,7 @@ class WireError(EngineError):
 
 
 class AlignmentError(TinkerScriptError):
-    """`name` is the error's name in the alignment report, or empty."""
+    """Training data differs from what was sampled. `name`: its name in the alignment report, or empty."""
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)
@@ -207,11 +211,11 @@ class AlignmentError(TinkerScriptError):
 
 
 class NoSuccessError(TinkerScriptError):
-    pass
+    """Every episode of an evaluation or step failed."""
 
 
 class NotRecordedError(TinkerScriptError):
-    pass
+    """The ledger has no such step, episode or token, or the query is malformed."""
 
 
 class ConversionError(TinkerScriptError):
@@ -231,4 +235,4 @@ class WorkerError(TinkerScriptError):
 
 
 class WrongTaskError(WorkerError):
-    """The worker hands the episode back and exits."""
+    """The worker does not run this episode's task. It hands the episode back and exits."""
