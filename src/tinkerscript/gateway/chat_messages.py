@@ -3,7 +3,7 @@
 A normalized message has `role`, `content` (always a string), and optionally `name`, `tool_call_id`,
 `reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are never rendered:
 `id`, the call that sampled an assistant message; `instructions`, true for a system message of one request;
-and a tool result's `is_error`. A user's message may have `images` (`gateway.images`).
+and a tool result's `is_error`. A user's message may have `images`.
 
 Two messages are the same if and only if their keys are equal:
 
@@ -28,10 +28,10 @@ ChatMessage = dict[str, Any]
 
 class MessageImage(TypedDict):
     at: int
-    """Number of characters of the content before it."""
+    """How many characters of the content precede it."""
 
     sha256: str
-    """Of the file, in hex."""
+    """The file's, in hex."""
 
     width: int
     height: int
@@ -72,7 +72,7 @@ def text_size(messages: Iterable[ChatMessage]) -> int:
     size = 0
     for message in messages:
         size += len(message["content"] or "")
-        if len(message) > 2:  # More than role and content.
+        if len(message) > 2:  # Other keys than role and content.
             size += len(message.get("reasoning_content", ""))
             size += sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
     return size
@@ -118,7 +118,7 @@ def tools_key(tools: list[Tool]) -> bytes:
 
 
 def canonical_json(text: str) -> str:
-    """Return one text for all spellings of a JSON value, or `text` itself if it is not JSON."""
+    """Return one text for all spellings of a JSON value; other text unchanged."""
     return _canonical_short(text) if len(text) <= _SHORT_TEXT else _canonical(text)
 
 
@@ -133,7 +133,7 @@ _canonical_short = lru_cache(maxsize=_SHORT_TEXTS)(_canonical)
 
 
 def joined_parts(parts: Sequence[str]) -> str:
-    """Join the texts with one newline each, keep only the outermost white space, and drop blank texts."""
+    """Join the texts with one newline each, without inner white space and blank texts."""
     parts = [part for part in parts if part.strip()]
     if not parts:
         return ""
@@ -143,7 +143,7 @@ def joined_parts(parts: Sequence[str]) -> str:
 
 
 def is_expressible(name: object, arguments: object) -> bool:
-    """Return whether OpenAI's form can express a call: a name and a JSON object."""
+    """Return whether a call is a name and a JSON object."""
     if not isinstance(name, str) or not name or not is_encodable(name) or not isinstance(arguments, dict):
         return False
     try:
@@ -159,7 +159,7 @@ def is_encodable(text: str) -> bool:
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Append `messages`, dropping the instructions of earlier requests."""
+    """Append `messages`, dropping earlier requests' instructions."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]

@@ -1,8 +1,8 @@
 """`ChatTemplate` renders a model's Jinja chat template as transformers does, without importing it.
 
-Templates differ in the messages they accept: arguments as an object or as JSON text, missing content as "" or
-None, tool call ids of nine characters. Rendering a probe shows which. The environment copies
-`transformers.utils.chat_template_utils` (5.5), and a test compares the two.
+Templates accept different messages: arguments as an object or JSON text, missing content as "" or None, call
+ids of nine characters. Probes show which. The environment copies `transformers.utils.chat_template_utils`
+(5.5), and a test compares the two.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PROBE_CALL: list[ChatMessage] = [
 ]
 
 
-# For templates without tools, in the wording of Qwen and Hermes.
+# For templates without tools, as Qwen and Hermes word it.
 TOOLS_IN_PROMPT = """\
 # Tools
 
@@ -91,10 +91,10 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    empty_content: str | None = ""  # The content of messages with only tool calls.
-    parsed_arguments: bool = True  # Arguments are an object rather than JSON text.
-    short_ids: bool = False  # Ids have nine letters or digits (Mistral).
-    tools_in: str = ""  # The role that declares tools as text; empty if the template does.
+    empty_content: str | None = ""  # For messages with only tool calls.
+    parsed_arguments: bool = True  # An object rather than JSON text.
+    short_ids: bool = False  # Nine letters or digits (Mistral).
+    tools_in: str = ""  # The role that declares tools as text, if the template does not.
     in_parts: bool = False  # Content is always a list of parts (SmolVLM).
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class MessageForm:
         if self.in_parts or "images" in message:
             given["content"] = _parts(given["content"] or "", bool(message.get("images")))
         if "reasoning_content" in given and not (given["content"] and given.get("tool_calls")):
-            # gpt-oss's name for it, refused together with text and calls.
+            # gpt-oss's name, refused together with text and calls.
             given["thinking"] = given["reasoning_content"]
         if self.short_ids and given.get("tool_call_id"):
             given["tool_call_id"] = _short_id(given["tool_call_id"])
@@ -130,7 +130,7 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`templates` maps names to sources: `default`, and `tool_use` if requests with tools have another.
+        """`templates` by name: `default`, and perhaps `tool_use` for requests with tools.
 
         Raises ConfigError if a template does not compile, `default` is missing, or one of `kwargs` is not
         used.
@@ -164,10 +164,7 @@ class ChatTemplate:
         generation: bool,
         now: datetime | None = None,
     ) -> str:
-        """`generation` adds the header of the assistant's next reply.
-
-        Raises GatewayError 400 for messages that the template refuses.
-        """
+        """`generation` adds the header of the next reply. Raises GatewayError 400 for refused messages."""
         try:
             return self._rendered(messages, tools, generation, self.form, now or self._clock())
         except _REFUSALS as error:
@@ -260,7 +257,7 @@ def _parts(content: str, has_images: bool) -> list[dict[str, str]]:
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
-    """Rewrite a conversation for a template without tools. The first message of `role` declares them."""
+    """Rewrite a conversation for a template without tools; the first message of `role` declares them."""
     written: list[ChatMessage] = []
     for number, message in enumerate(messages):
         text = message.get("content") or ""
@@ -303,7 +300,7 @@ def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str
         f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
         for name, value in kwargs.items()
     )
-    # `{{ '' }}` keeps a newline at the start of the template.
+    # `{{ '' }}` keeps a newline at the template's start.
     texts = {name: defaults + "{{ '' }}" + text for name, text in _templates_of(folder).items()}
     return {
         "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja": text
@@ -364,7 +361,6 @@ def parsed_arguments(arguments: str) -> Any:
     try:
         value: Any = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        # Not a JSON object.
         return arguments
     return cast("dict[str, Any]", value) if isinstance(value, dict) else arguments
 

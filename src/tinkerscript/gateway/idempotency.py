@@ -2,11 +2,11 @@
 
 A request is a repetition in two cases; otherwise it is sampled:
 
-1. It has an earlier one's `Idempotency-Key`. While that is in flight, others wait; if it fails, one of
-   the others takes its place. The recorded reply is repeated even after a restart.
-2. It is marked as a retry (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients)
-   and has the body of a request that was recorded after its client had disconnected, or is being
-   recorded. Each original serves one retry, and none after a restart.
+- It has an earlier one's `Idempotency-Key`. While that is in flight, others wait; if it fails, one of
+  the others takes its place. The recorded reply is repeated even after a restart.
+- It is marked as a retry (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients)
+  and has the body of a request that is being recorded, or was after its client had disconnected.
+  Each original serves one retry, and none after a restart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RequestFingerprint(msgspec.Struct, frozen=True):
 @dataclass(slots=True, eq=False)
 class Attempt:
     fingerprint: RequestFingerprint
-    call_id: str | None = None  # The first choice's, after all choices are recorded.
+    call_id: str | None = None  # The first choice's, once all are recorded.
     is_recording: bool = False  # Recorded even if the client disconnects.
     delivered: bool = False  # The client was still connected.
     done: asyncio.Event = field(default_factory=asyncio.Event)  # Set even by an error.
@@ -54,7 +54,7 @@ class IdempotencyCache:
         self._in_flight: dict[str, Attempt] = {}
         self._keyless: list[Attempt] = []
 
-        # By key: the request's digest and the first choice's call id.
+        # Key -> the request's digest and the first choice's call id.
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._undelivered: OrderedDict[str, str] = OrderedDict()
 

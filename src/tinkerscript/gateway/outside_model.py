@@ -1,7 +1,7 @@
 """`OutsideModel` answers the calls of a role from an outside server.
 
-Only text is known, so calls never train, and request fields that need token ids are refused. Invariant: every
-answer is recorded and counts toward the claim's limits, even if its caller has disconnected.
+Only text is known, so calls never train, and request fields that need token ids are refused. Every answer is
+recorded and counts toward the claim's limits, even if its caller has disconnected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.tokenizer import LightTokenizer
 
-REPLY_TOKENS = 4096  # The limit if the program sets none.
+REPLY_TOKENS = 4096  # If the program sets no limit.
 MAX_TIMEOUTS = 16  # Per claim. A server may charge for a timed-out request without an answer to record.
 
 
@@ -78,7 +78,7 @@ class OutsideModel(NamedModel):
     def _check(self, call: ModelCall) -> None:
         if call.model != self.name:
             raise unknown_model(call.model, [self.name])
-        refused = {  # Whether it is set, and what to do.
+        refused = {  # Whether it is set, and the remedy.
             "prompt": (bool(call.prompts), "use messages"),
             "n": (call.n > 1, "ask once for each choice"),
             "return_token_ids": (call.return_token_ids, "leave it out"),

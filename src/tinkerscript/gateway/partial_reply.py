@@ -1,7 +1,7 @@
 """`PartialReply` reads the text of a reply while its ids are still being sampled.
 
-Invariant: its text is a prefix of what `ChatRenderer.parse` or `text` returns for all ids. In doubt, as in a
-possibly malformed tool call, it waits.
+Its text is a prefix of what `ChatRenderer.parse` or `text` returns for all ids. In doubt, as in a possibly
+malformed tool call, it waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PartialReply:
         cut_at: Sequence[str] = (),
         plain: bool = False,
     ) -> None:
-        """With `plain` all text is content; without it and without a `reply_format`, no text is returned."""
+        """With `plain` all text is content; without it and a `reply_format`, no text is returned."""
         self._token_bytes = token_bytes
         self._format = reply_format or ReplyFormat()
         calls = self._format.calls if tool_calls and not plain else None
@@ -87,7 +87,7 @@ class PartialReply:
             self._state, self._text = _State.CONTENT, self._text[len(marker) :]
             reasoning.append(self._reasoning.end())
         elif marker:
-            # A call ends the reasoning, unless an end marker follows later.
+            # A call ends the reasoning, unless an end marker follows.
             self._state = _State.UNDECIDED
 
     def _read_content(self, content: list[str]) -> None:

@@ -1,6 +1,6 @@
 """`ChatRenderer` turns messages into token ids and sampled ids back into messages.
 
-Invariant: `extend` keeps sampled ids as they were sampled and never renders them again from text.
+`extend` keeps sampled ids as they were sampled and never renders them again from text.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class ChatRenderer:
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """`template_kwargs` go to the chat template.
 
-        Raises ConfigError for an unreadable folder, a model with neither renderer nor chat template, or a
-        template without one of the arguments.
+        Raises ConfigError for an unreadable folder, neither renderer nor chat template, or a template without
+        one of the arguments.
         """
         self.template_kwargs = dict(template_kwargs or {})
         template = ChatTemplate.of(folder, self.template_kwargs)
@@ -143,7 +143,7 @@ class ChatRenderer:
 
     @property
     def images(self) -> ImageFormat | None:
-        """None: the model takes no images."""
+        """None if the model takes no images."""
         return self._template.images if self._template and self._renderer is None else None
 
     @property
@@ -156,7 +156,7 @@ class ChatRenderer:
         return self._template
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
-        """Return the prompt ids [P]. Raises GatewayError 400 for what the chat format cannot express."""
+        """Return the prompt ids [P]. Raises GatewayError 400 for inexpressible messages."""
         given, specs = self._marked(messages, tools)
         unmarked = given is messages and specs is tools
         if self._renderer is None:
@@ -177,8 +177,8 @@ class ChatRenderer:
     ) -> list[int] | None:
         """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`.
 
-        `tail` is only the last turn's prompt, so that the cost does not grow with the turns; chat templates
-        need the whole `history`. Returns None if the chat format cannot continue.
+        `tail` is only the last turn's prompt, so that the cost does not grow; chat templates need the whole
+        `history`. Returns None if the chat format cannot continue.
         """
         if self._renderer is None:
             conversation = history()
@@ -190,8 +190,8 @@ class ChatRenderer:
         given = self.tokenizer.escaper.messages(messages)
         new_ids = self._bridge(tail, sampled, given, tools)
         if new_ids is None and self._ends_in_reasoning(sampled):
-            # The renderer refuses to continue a turn that it would not have written, but only its end matters
-            # here.
+            # The renderer refuses to continue a turn that it would not have written, but only its end
+            # matters.
             new_ids = self._bridge(tail, sampled[-1:], given, tools)
         return new_ids and self._checked(new_ids, given is messages)
 
@@ -340,7 +340,7 @@ def _candidates(
     folder: Path, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[RendererConfig, str | None]]:
     config = config_of(folder)
-    # With reasoning kept in the history, each turn extends the last one.
+    # With reasoning kept in the history, each turn extends the last.
     if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:
         for thinks in (True, False):
             yield Qwen3RendererConfig(thinking_retention="all", enable_thinking=thinks), None
@@ -357,7 +357,7 @@ def _writes_history_alike(config: RendererConfig) -> bool:
 def _fits(
     renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
 ) -> bool:
-    """Return whether renderer and template agree on the probe conversations that the template accepts."""
+    """Return whether both agree on the probe conversations that the template accepts."""
     for messages, tools in PROBE_CONVERSATIONS:
         if not has_history and any(message["role"] == "assistant" for message in messages):
             continue

@@ -1,6 +1,6 @@
 """The formats of reasoning and tool calls by model family, and the parser of a reply's text.
 
-Invariant: everything but reasoning and complete calls that OpenAI's form can express stays content.
+Everything but reasoning and complete calls that OpenAI's form can express stays content.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class CallFormat:
 class ReplyFormat:
     thinking: tuple[str, str] = THINKING[0]
     prefilled: bool = False  # The prompt ends inside reasoning.
-    calls: CallFormat | None = None  # None if unknown, so that calls stay text.
+    calls: CallFormat | None = None  # None if unknown: calls stay text.
     harmony: bool = False  # Messages on channels (gpt-oss).
-    # The chat template cannot write several calls, so that they stay text.
+    # The chat template cannot write several calls, so they stay text.
     one_call: bool = False
 
     @property
@@ -273,7 +273,7 @@ _HERMES = CallFormat("hermes", ("<tool_call>",), _tagged_json)
 
 QWEN3 = ReplyFormat(calls=_HERMES)
 
-# Tried in this order on a template's output.
+# In the order tried on a template's output.
 CALL_FORMATS = (
     CallFormat("deepseek", ("<｜tool▁calls▁begin｜>",), _deepseek),
     CallFormat("mistral", ("[TOOL_CALLS]",), _bracketed),

@@ -69,9 +69,9 @@ class TemplateRendering:
         )
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
-        """Return the prompt's ids, with the header of the assistant's next message.
+        """Return the prompt's ids, with the header of the next reply.
 
-        Raises GatewayError 400 for messages that the template refuses and for tools that it ignores.
+        Raises GatewayError 400 for refused messages and ignored tools.
         """
         now = self._template.now()
         text = self._template.text(messages, tools, generation=True, now=now)
@@ -185,8 +185,8 @@ class TemplateRendering:
     def _find_stop_ids(self, folder: Path) -> list[int]:
         tokens = self._tokenizer.added_tokens
         last, other = (self._after_answer(_ANSWERED[:count]) for count in (2, 3))
-        # The last reply's end counts first, because gpt-oss ends earlier ones with a token that also occurs
-        # within replies.
+        # The last reply's end counts first: gpt-oss ends earlier ones with a token that also occurs within
+        # replies.
         self._ends_turns = bool(last)
         written = last or other
         declared = [*sorted(stop_ids_of(folder)), self._tokenizer.eos_token_id]

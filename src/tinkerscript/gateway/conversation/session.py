@@ -1,7 +1,7 @@
 """`Session` holds the conversations of one claim and makes their prompts.
 
-Invariant: a prompt that continues a call starts with that call's prompt and sampled ids, byte for byte. Every
-other prompt is a new root with a reason (`FORK_REASONS`). Work in threads only reads immutable data.
+A prompt that continues a call starts with that call's prompt and sampled ids, byte for byte. Every other
+prompt is a new root with a reason (`FORK_REASONS`). Work in threads only reads immutable data.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _encode = msgspec.json.Encoder().encode
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_PROMPT = 8_192  # Bytes (about a millisecond) from which work is done in a thread.
+LONG_PROMPT = 8_192  # Bytes (about a millisecond) from which a thread does the work.
 LONG_HISTORY = 2**18  # The same for comparing text with earlier calls.
 
-# Encoding releases the GIL; more threads for the rest would delay the event loop.
+# Encoding releases the GIL; more threads would delay the event loop.
 _THREADS = ThreadPoolExecutor(2, "long prompts")
 
 
 class ConversationRenderer(Protocol):
-    """Makes the ids of prompts, or none for a model with unknown ids."""
+    """Makes the ids of prompts; empty for a model with unknown ids."""
 
     tokenizer: LightTokenizer
     max_context: int  # Tokens of prompt and reply together.
@@ -83,7 +83,7 @@ class Session:
         self._messages = MessageIndex()
         self._prompts = PromptIndex()
         self._recording: list[Turn] = []
-        # Of recorded images, by digest.
+        # Recorded images by digest.
         self._files: dict[str, bytes] = {}
 
     @classmethod
@@ -98,7 +98,7 @@ class Session:
     def plan(
         self, messages: list[ChatMessage], tools: list[Tool], files: Mapping[str, bytes] | None = None
     ) -> Turn:
-        """Make the prompt, in flight until `release`. `files`: the images of a request by digest.
+        """Make the prompt, in flight until `release`. `files`: the request's images by digest.
 
         Raises GatewayError 400 `context_length_exceeded` if there is no room for a reply.
         """
@@ -113,7 +113,7 @@ class Session:
         *,
         starts: bool = True,
     ) -> Turn:
-        """Process long messages in a thread. Without `starts`, the turn may be too long."""
+        """Like `plan`, with long messages in a thread. Without `starts`, the turn may be too long."""
         is_long = text_size(messages) >= LONG_HISTORY or bool(files)
         keys = await in_thread_if(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys, files) as place:
@@ -160,8 +160,7 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Give turns their fork reasons. Only now is it known which of parallel requests is the claim's
-        first."""
+        """Give turns their fork reasons: only now is it known which parallel request is the claim's first."""
         labelled: list[Turn] = []
         for turn in turns:
             if turn.parent is None and turn.fork_reason is None:
@@ -188,9 +187,9 @@ class Session:
         return len((await self.plan_async(messages, tools, starts=False)).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
-        """Return the conversation up to and including a call, with call ids in the replies.
+        """Return the conversation through a call, with call ids in the replies.
 
-        Raises GatewayError 400 `previous_response_not_found` for an unknown call.
+        Raises GatewayError 400 `previous_response_not_found`.
         """
         node = self._messages.call(call_id)
         if node is None:
@@ -229,7 +228,7 @@ class Session:
         keys: _Keys,
         files: Mapping[str, bytes] | None,
     ) -> Generator[_Place]:
-        # Within the context, no equal request takes the same place.
+        # In this context, no equal request takes the same place.
         path = self._messages.walk(messages, keys.tools, keys.messages)
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
         place = _Place(path, tools, node, {**self._files, **(files or {})})
@@ -303,11 +302,11 @@ class Session:
 
 
 class _Prompt(NamedTuple):
-    # int32; with `extends`, only what follows the call it continues.
+    # int32; with `extends`, only the part after the continued call.
     ids: bytes
     images: list[PlacedImage]
     extends: bool
-    texts: tuple[str, str]  # The new messages and the tools as recorded JSON.
+    texts: tuple[str, str]  # New messages and tools as recorded JSON.
 
 
 class _Keys(NamedTuple):

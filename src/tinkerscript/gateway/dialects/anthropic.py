@@ -2,10 +2,10 @@
 
 Our extension `return_token_ids` adds `prompt_token_ids` and `token_ids` (with a grammar also `constrained`)
 to the reply, or to a stream's first and last event. A thinking block's signature is its message's id, by
-which the session finds the reply again. It proves nothing: edited thinking still forks.
+which the session finds the reply again; edited thinking still forks.
 
-Invariant: content blocks come one after another, and their deltas add up to the reply's content. Tool calls
-come last, each in one delta.
+Content blocks come one after another, and their deltas add up to the reply's content. Tool calls come last,
+each in one delta.
 
 Source: https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/api/messages-streaming,
 https://docs.anthropic.com/en/api/errors

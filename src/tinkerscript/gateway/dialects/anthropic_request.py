@@ -3,8 +3,8 @@
 `thinking` only decides whether thinking is shown: the model reasons as trained, and everything is recorded.
 As at Anthropic, `budget_tokens` is a target and `max_tokens` the limit.
 
-Invariant: the blocks of a reply, sent back unchanged, become the message that was sampled. Thinking may be
-left out; its signature names the reply.
+The blocks of a reply, sent back unchanged, become the message that was sampled. Thinking may be left out; its
+signature names the reply.
 
 Source: https://docs.anthropic.com/en/api/messages
 """
@@ -153,7 +153,6 @@ class _Request(_Prompt, kw_only=True):
     diagnostics: Annotated[Any, Unsupported()] = None
     inference_geo: Annotated[Any, Unsupported()] = None
     service_tier: Annotated[Any, Unsupported("auto", "standard_only")] = None
-    # Known and not supported: see _refuse_thread.
     thread: Any = None
 
 
@@ -162,7 +161,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> MessagesCall:
-    """Raises GatewayError 400 with the field."""
+    """Raises GatewayError 400."""
     request = decode(_REQUEST, body)
     _refuse_thread(request)
     stops = request.stop_sequences or []
@@ -234,7 +233,7 @@ def _shows_thinking(thinking: _Thinking | None) -> bool:
 
 
 def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None) -> list[ChatMessage]:
-    """Raises GatewayError 400 for unsupported content."""
+    """Raises GatewayError 400."""
     normalized: list[ChatMessage] = []
     if system:
         normalized.append({"role": "system", "content": _text(system, "system")})

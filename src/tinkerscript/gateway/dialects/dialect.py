@@ -1,6 +1,6 @@
 """`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`.
 
-Invariants: a field that this server does not honor is refused by name; prompts get no added text.
+A field that this server does not honor is refused by name; prompts get no added text.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 
     template_kwargs: dict[str, Any] = {}
     files: dict[str, bytes] = {}
-    """Digest -> the images of `messages`."""
+    """The images of `messages` by digest."""
 
     prompts: list[bytes] = []
     """Prompts as ids (int32) instead of messages. Each gets `n` plain-text completions."""
 
-    previous: str | None = None  # The call of this claim that `messages` continue.
+    previous: str | None = None  # The call that `messages` continue.
     store: bool = False  # Later requests may name the reply as `previous`. In an episode they always may.
     n: int = 1
     max_tokens: int | None = None
@@ -77,8 +77,8 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     # They end the reply, like the end of a turn, and are not part of its text.
     stop_token_ids: list[int] = []
     logprobs: bool = False
-    top_logprobs: int = 0  # How many of the most likely ids to report at each position.
-    required_tools: list[str] = []  # The reply must call one. If empty, the model decides.
+    top_logprobs: int = 0  # How many likely ids to report at each position.
+    required_tools: list[str] = []  # The reply must call one, unless empty.
     parallel_tool_calls: bool = True
     json_schema: dict[str, Any] | None = None
     """`{"type": "object"}` allows any object. The reply may also be a tool call."""
@@ -86,7 +86,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     stream: bool = False
     stream_usage: bool = False
-    ignored: list[str] = []  # Fields that agent mode dropped (`AGENT_FIELDS`).
+    ignored: list[str] = []  # Dropped in agent mode (`AGENT_FIELDS`).
     side: bool = False
 
 
@@ -105,7 +105,7 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
         return {"token_ids": ids, **self.constraint_field()}
 
     def constraint_field(self) -> dict[str, list[int]]:
-        # The stream has already sent the ids.
+        # Without ids, which a stream has already sent.
         return {"constrained": list(self.constrained)} if self.constrained else {}
 
 
@@ -113,7 +113,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
     call_id: str  # The first choice's call.
     created: int  # Unix time in seconds.
     model: str
-    prompt: bytes  # int32 ids of the first prompt.
+    prompt: bytes  # The first prompt's int32 ids.
     reported_prompt_tokens: int = 0  # The count of a server that returns no ids.
 
     @property
@@ -123,7 +123,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 class Completion(ReplyHeader, frozen=True, kw_only=True):
     choices: list[Choice]  # In the order of the prompts.
-    policy_version: int  # Negative for weights that the run never published.
+    policy_version: int  # Negative for unpublished weights.
 
 
 class MessageDelta(SampledTokens, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class MessageDelta(SampledTokens, frozen=True, kw_only=True):
 
 
 class EventStream(ABC):
-    """A streamed reply. Each method returns the bytes to send now."""
+    """Each method returns the bytes to send now."""
 
     @abstractmethod
     def start(self) -> bytes: ...
@@ -145,7 +145,7 @@ class EventStream(ABC):
 
     @abstractmethod
     def finish(self, completion: Completion) -> bytes:
-        """Return the last events, after `delta` has had everything and the calls are recorded."""
+        """Called after the last `delta`, once the calls are recorded."""
 
     @abstractmethod
     def failure(self, error: GatewayError) -> bytes: ...
@@ -162,13 +162,13 @@ class Dialect(ABC, Generic[CallT]):
     def __init__(
         self, tokenizer: LightTokenizer, *, agent_mode: bool = False, no_images: str | None = ONLY_TEXT
     ) -> None:
-        """`no_images`: why messages may have none. None: they may."""
+        """`no_images`: why messages may have none; None allows images."""
         self.tokenizer = tokenizer
         self.agent_mode = agent_mode
         self.no_images = no_images
 
     def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
-        """Raises GatewayError 400, also for a call beyond one of `limits`."""
+        """Raises GatewayError 400, also beyond one of `limits`."""
         if not self.agent_mode:
             return within_limits(parse(body))
         body, ignored = without_agent_fields(self.path, body)
@@ -177,7 +177,7 @@ class Dialect(ABC, Generic[CallT]):
 
     @abstractmethod
     def parse(self, body: bytes) -> CallT:
-        """Raises GatewayError 400 with the field."""
+        """Raises GatewayError 400."""
 
     @abstractmethod
     def reply(self, call: CallT, completion: Completion) -> dict[str, Any]: ...
@@ -198,7 +198,7 @@ class Dialect(ABC, Generic[CallT]):
 
 
 class TokenCounter(Dialect[CallT]):
-    """A dialect with a second route that counts a prompt's tokens."""
+    """Has a second route that counts a prompt's tokens."""
 
     count_path: ClassVar[str]
 
@@ -216,7 +216,7 @@ def within_limits(call: CallT) -> CallT:
     limits.PREVIOUS.check(len(call.previous or ""))
     limits.MESSAGES.check(len(call.messages))
     for index, message in enumerate(call.messages):
-        if len(message) > 2:  # Besides role and content.
+        if len(message) > 2:  # Other keys than role and content.
             _check_message(message, index)
     for stop in call.stop:
         limits.STOP_CHARS.check(len(stop))
@@ -260,7 +260,7 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 def reasoning_tokens(tokenizer: LightTokenizer, choice: Choice) -> int:
-    """Count the sampled ids that are reasoning, with markers; 0 for formats with another end marker."""
+    """Count the sampled reasoning ids, with markers; 0 for formats with another end marker."""
     marker = tokenizer.convert_tokens_to_ids(THINK_END)
     if marker is None or not choice.message.get("reasoning_content"):
         return 0

@@ -1,4 +1,4 @@
-"""Shared parts of OpenAI's formats: errors, request fields, logprob entries, usage, stream chunks."""
+"""Shared parts of OpenAI's formats: errors, request fields, logprobs, usage, stream chunks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: Annotated[Any, Unsupported(0)] = None
 
     def shared_arguments(self) -> dict[str, Any]:
-        """Return arguments of `ModelCall`. Raises GatewayError 400."""
+        """Raises GatewayError 400."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not all(stop):
             raise invalid("stop", "a stop string must not be empty")
@@ -108,7 +108,7 @@ def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
 
 
 def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
-    # Unknown before sampling, and negative for weights without a version.
+    # Unknown before sampling, and negative without a version.
     version = header.policy_version if isinstance(header, Completion) else -1
     return {
         "id": f"{prefix}-{header.call_id}",

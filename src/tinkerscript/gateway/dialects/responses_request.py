@@ -4,9 +4,9 @@
 Outside episodes, a model keeps the latest responses in memory unless `store` is false. As with OpenAI,
 instructions do not carry over, and tools must be sent again.
 
-Invariant: the items of a response, sent back unchanged, become the one message that was sampled, with or
-without its reasoning. Consecutive items belong to one message while they keep a reply's order (reasoning,
-text, calls) and no id contradicts that.
+The items of a response, sent back unchanged, become the one message that was sampled, with or without its
+reasoning. Consecutive items belong to one message while they keep a reply's order (reasoning, text, calls)
+and no id contradicts that.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -124,10 +124,10 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
-    """Raises GatewayError 400 for unsupported content."""
+    """Raises GatewayError 400."""
     conversation = _Conversation()
     if instructions:
-        # Marked, because a response that continues this one drops it.
+        # Marked, because a continuation drops it.
         conversation.messages.append({"role": "system", "content": instructions, "instructions": True})
     if isinstance(items, str):
         conversation.messages.append({"role": "user", "content": items})
@@ -154,7 +154,7 @@ def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
 
 
 def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Map the model's name for a tool to its namespace and name."""
+    """The model's name for a tool -> its namespace and name."""
     return {
         namespaced(space["name"], tool["name"]): (space["name"], tool["name"])
         for space in tools
@@ -288,7 +288,7 @@ class ResponsesCall(ModelCall, frozen=True, kw_only=True):
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {**ModelCall.FIELD_NAMES, "json_schema": "text.format"}
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    # Keys are the model's names for the tools.
+    # By the model's name for the tool.
     namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
     encrypted_reasoning: bool = False  # Reasoning items repeat their text in `encrypted_content`.
 
@@ -367,7 +367,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> ResponsesCall:
-    """Raises GatewayError 400 with the field."""
+    """Raises GatewayError 400."""
     request = decode(_REQUEST, body)
     include, prompt = _include(request.include or ()), _prompt_arguments(request)
     return ResponsesCall(

@@ -1,6 +1,6 @@
 """Parse requests strictly into typed structs, with errors that name the field.
 
-Invariant: a field is honored or refused by name. A null field counts as not set.
+A null field counts as not set.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ DIRECT = {"type": "direct"}  # The model itself called the tool.
 
 
 class Unsupported:
-    """Marks a known field that is refused unless it is null or one of `values`, which have no effect."""
+    """Marks a known field that is refused unless null or one of `values`, which have no effect."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
 
 
-SHOWN_CHARS = 80  # Quoted values in errors are cut here.
+SHOWN_CHARS = 80
 
 
 def sampling_arguments(request: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def sampling_arguments(request: Any) -> dict[str, Any]:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Raises GatewayError 400 with the field."""
+    """Raises GatewayError 400."""
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -1,7 +1,7 @@
 """`Upstream` is the HTTP connection to a server that samples for us.
 
-Invariants: a request that may have sampled is retried at most once, and only before the first byte of a
-reply. A cancelled request closes its connection, which stops the server's work.
+A request that may have sampled is retried at most once, and only before the first byte of a reply. A
+cancelled request closes its connection, which stops the server's work.
 """
 
 from __future__ import annotations
@@ -62,11 +62,10 @@ class Upstream:
         )
 
     async def get(self, path: str) -> bytes | None:
-        """Returns None if the path does not exist. Raises GatewayError."""
+        """Returns None if the path does not exist."""
         return await self._send("GET", path, None)
 
     async def post(self, path: str, body: Any) -> bytes:
-        """Send JSON and return the body. Raises GatewayError."""
         async with self.slot():
             reply = await self._send("POST", path, body)
         if reply is None:

@@ -1,6 +1,6 @@
-"""The start-up probe measures the behavior of an inference server before an episode depends on it.
+"""The start-up probe measures an inference server's behavior before an episode depends on it.
 
-Invariant: every fact is observed in replies, not derived from a version.
+Every fact is observed in replies, not derived from a version.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     max_context: int  # Tokens of prompt and reply together.
     logprob_kind: LogprobKind
-    rescored: bool  # Sampled tokens were scored again as a prompt, with the same logprobs.
+    rescored: bool  # Scored again as a prompt, sampled tokens had the same logprobs.
     weight_version: str | None
 
     def describe(self) -> str:

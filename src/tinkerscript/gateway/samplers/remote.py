@@ -1,6 +1,6 @@
 """`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config.
 
-Invariants: every sampler is probed before use, and a request that cannot be honored fully is refused.
+Every sampler is probed before use, and a request that cannot be honored fully is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from tinkerscript.sampler import (
 PROGRESS_POLL_S = 0.25
 
 PROBE_TIMEOUT_S = 60.0  # The first requests may compile kernels.
-# User messages that the probe answers.
 PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 17 + 25?")
 # Cases that tokenizers handle differently.
 TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
@@ -55,7 +54,7 @@ class RemoteSampler(Sampler):
         self._is_cut = asyncio.Event()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Sample, without reporting progress."""
+        """Reports no progress."""
         refuse_unsupported(
             request,
             "an inference server",

@@ -9,12 +9,12 @@ are at https://github.com/vllm-project/vllm:
 - `logprobs: n` reports `token_logprobs` and `top_logprobs` (the sampled token and the n most likely
   ones), with -9999.0 for anything lower. `--max-logprobs` (20) is the largest n.
 - `--logprobs-mode` (since 0.10, pull/21398): the default `raw_logprobs` is at temperature 1.
-  `processed_logprobs` is after temperature, top-p and top-k, and normalized over the remaining tokens.
+  `processed_logprobs` is after temperature, top-p and top-k, normalized over the remaining tokens.
   `raw_logits` and `processed_logits` are not log probabilities.
-- Omitted parameters default to the model's generation_config.json, not to OpenAI's, so we send all.
+- Omitted parameters default to the model's generation_config.json, so we send all.
 - `token_ids` include the stop token, or every token up to the one that completes a stop string.
   `stop_reason` is that id or string, and null for the model's own end-of-sequence token. `ignore_eos`
-  keeps the request's stop ids, so that a turn ends at exactly those.
+  keeps the request's stop ids.
 - `prompt_logprobs: 0` adds a list with one dict per prompt token, keyed by its id; the first is null.
 - n > 1 with a seed samples n different sequences, as if with consecutive seeds.
 - Streaming through tool parsers loses ids (issues/27482), but completions have no parser. Each chunk
@@ -39,7 +39,7 @@ from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.rollouts.call import StopReason, unpack_ids
 from tinkerscript.sampler import SampleRequest
 
-TOKEN_ID = "token_id:"  # The prefix of an id in place of a token's text.
+TOKEN_ID = "token_id:"  # Prefixes an id in place of a token's text.
 VLLM_REMEDIES = {
     "ids": "use vLLM 0.10.2 or newer (return_token_ids), with no proxy between that drops fields",
     "stop": "vLLM reports the stop token in token_ids; check for a proxy that alters replies",
@@ -59,13 +59,13 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]  # -9999.0 and NaN stand for values that the server could not send.
     stop_reason: StopReason
     top: list[dict[int, float]] = []  # The most likely ids at each position, if requested.
-    scores: list[float] = []  # Logprobs of the prompt's tokens from `score_from` on, at temperature 1.
+    scores: list[float] = []  # Of the prompt's tokens from `score_from` on, at temperature 1.
     is_cut: bool = False  # By a `Cut`; `stop_reason` is then meaningless.
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Ends samples early. The result is what was sampled so far."""
+    """Ends samples early, keeping their tokens."""
 
     event: asyncio.Event
     # Whether a sample is complete for a reason unknown to the server.
@@ -245,7 +245,6 @@ class VllmServer:
         await self.resume()
 
     async def resume(self) -> None:
-        """Let the server sample again. Idempotent."""
         await self._control("/resume")
 
     async def sleep(self) -> None:
@@ -418,13 +417,11 @@ def contradiction(message: str) -> GatewayError:
 
 
 def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raise GatewayError 502 unless there is one log probability per id."""
     if len(ids) != len(logprobs):
         raise contradiction(f"logprob and token counts differ ({len(logprobs)} and {len(ids)})")
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
-    """Raise GatewayError 502 if the server reports another prompt than `sent`."""
     if used is not None and list(used) != list(sent):
         raise contradiction(
             f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"
