@@ -1,16 +1,16 @@
 """The normalized form of messages, and the keys that compare them.
 
 A normalized message has `role`, `content` (always a string), and optionally `name`, `tool_call_id`,
-`reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are never rendered:
-`id`, the call that sampled an assistant message; `instructions`, true for a system message of one request;
-and a tool result's `is_error`. A user's message may have `images`.
+`reasoning_content`, `images` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are never
+rendered: `id`, the call that sampled an assistant message; `instructions`, true for a system message of one
+request; and a tool result's `is_error`.
 
 Two messages are the same if and only if their keys are equal:
 
 - None equals "", and text parts are concatenated.
 - White space around an assistant's message is ignored, because many programs strip it.
-- Arguments of tool calls are compared as JSON values, with `{}` for an empty string.
-- Ids are ignored, but a tool result's position among the preceding calls counts.
+- Arguments are compared as JSON values, with `{}` for an empty string.
+- Ids are ignored, except for a tool result's position among the calls before it.
 - Reasoning is ignored; `conversation.tree` compares it if it was sent back.
 """
 
@@ -72,7 +72,7 @@ def text_size(messages: Iterable[ChatMessage]) -> int:
     size = 0
     for message in messages:
         size += len(message["content"] or "")
-        if len(message) > 2:  # Other keys than role and content.
+        if len(message) > 2:
             size += len(message.get("reasoning_content", ""))
             size += sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
     return size
@@ -143,7 +143,6 @@ def joined_parts(parts: Sequence[str]) -> str:
 
 
 def is_expressible(name: object, arguments: object) -> bool:
-    """Return whether a call is a name and a JSON object."""
     if not isinstance(name, str) or not name or not is_encodable(name) or not isinstance(arguments, dict):
         return False
     try:
@@ -159,7 +158,7 @@ def is_encodable(text: str) -> bool:
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Append `messages`, dropping earlier requests' instructions."""
+    """Also drops the instructions of earlier requests."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]

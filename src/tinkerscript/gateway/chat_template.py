@@ -1,7 +1,6 @@
 """`ChatTemplate` renders a model's Jinja chat template as transformers does, without importing it.
 
-Templates accept different messages: arguments as an object or JSON text, missing content as "" or None, call
-ids of nine characters. Probes show which. The environment copies `transformers.utils.chat_template_utils`
+Probes show which messages a template accepts. The environment copies `transformers.utils.chat_template_utils`
 (5.5), and a test compares the two.
 """
 
@@ -94,8 +93,8 @@ class MessageForm:
     empty_content: str | None = ""  # For messages with only tool calls.
     parsed_arguments: bool = True  # An object rather than JSON text.
     short_ids: bool = False  # Nine letters or digits (Mistral).
-    tools_in: str = ""  # The role that declares tools as text, if the template does not.
-    in_parts: bool = False  # Content is always a list of parts (SmolVLM).
+    tools_in: str = ""  # If the template does not: the role to declare tools as text.
+    in_parts: bool = False  # Always a list of parts (SmolVLM).
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
         given = {name: value for name, value in message.items() if name in _FIELDS}
@@ -130,7 +129,7 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`templates` by name: `default`, and perhaps `tool_use` for requests with tools.
+        """Names are `default`, and perhaps `tool_use` for requests with tools.
 
         Raises ConfigError if a template does not compile, `default` is missing, or one of `kwargs` is not
         used.
@@ -164,7 +163,7 @@ class ChatTemplate:
         generation: bool,
         now: datetime | None = None,
     ) -> str:
-        """`generation` adds the header of the next reply. Raises GatewayError 400 for refused messages."""
+        """`generation` adds the header of the next reply. Raises GatewayError 400."""
         try:
             return self._rendered(messages, tools, generation, self.form, now or self._clock())
         except _REFUSALS as error:
@@ -196,7 +195,6 @@ class ChatTemplate:
         )
 
     def _find_form(self) -> MessageForm:
-        """Find the first form in which the template writes a tool call and its result."""
         parts = MessageForm(in_parts=True)
         shown = ["probe_question" in self._probed(PROBE_CALL[:1], form) for form in (self.form, parts)]
         plain = parts if shown == [False, True] else self.form
@@ -257,7 +255,7 @@ def _parts(content: str, has_images: bool) -> list[dict[str, str]]:
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
-    """Rewrite a conversation for a template without tools; the first message of `role` declares them."""
+    """For a template without tools: the first message of `role` declares them."""
     written: list[ChatMessage] = []
     for number, message in enumerate(messages):
         text = message.get("content") or ""
@@ -370,7 +368,7 @@ def _short_id(call_id: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Accepts `{% generation %}`, which marks the model's text."""
+    """`{% generation %}` marks the model's text."""
 
     tags = {"generation"}  # noqa: RUF012, as in the base class
 

@@ -1,7 +1,4 @@
-"""`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls.
-
-A call is only recorded for a claim that holds its lease.
-"""
+"""`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class OpenClaim:
     episode_uuid: str
     attempt: int
     policy_version: int  # At the time of the claim.
-    # Calls may extend any earlier call. Outside episodes they extend only calls given to `keep`.
+    # Outside episodes, calls extend only calls given to `keep`.
     continues: bool = True
 
 
@@ -32,21 +29,20 @@ class ClaimBook(ABC):
         """Reserve the claim's limits before sampling. The lease does not expire until `end`.
 
         `num_bytes` is the record's size without samples. Returns the granted tokens per sample. Raises
-        GatewayError 409 `claim_lost`, 403 `claim_limit_exceeded` if the claim has used up its calls, tokens
-        or bytes, and 429 if calls in flight may use them up.
+        GatewayError 409 `claim_lost`, 403 `claim_limit_exceeded`, and 429 if calls in flight may use up the
+        limits.
         """
         return max_tokens
 
     def end(  # noqa: B027
         self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0
     ) -> None:
-        """Give back what `begin` reserved. `max_tokens` is the number that it returned."""
+        """`max_tokens` is the number that `begin` returned."""
 
     @abstractmethod
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
-        """Store one request's calls durably, all or none, and renew the lease.
-
-        Raises GatewayError 409 `claim_lost`.
+        """Store one request's calls durably, all or none, and renew the lease. Raises GatewayError 409
+        `claim_lost`.
         """
 
     def keep(self, claim: OpenClaim, calls: Sequence[Call]) -> None:  # noqa: B027

@@ -1,6 +1,6 @@
 """`Gateway` routes requests in every wire format to the model that they name.
 
-A request reaches a role only under the role's exact name.
+A role is reached only under its exact name.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _sampled(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
     for name, role in config.episode_roles.items():
         if role.kind == "outside":
             continue
-        # Trained roles, inference servers, and roles without a model use the policy's tokenizer.
+        # Otherwise the role has the policy's tokenizer.
         is_same = role.kind == "trained" or role.base_url or not role.model
         own = folder if is_same else model_folder(role.model)
         kwargs = config.engine.chat_template_kwargs if own == folder else None

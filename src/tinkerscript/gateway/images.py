@@ -1,7 +1,4 @@
-"""Images in chats: how requests send them, and how prompts write them.
-
-A message's `images` have a place in the content, a file's digest, and a size each; files travel separately.
-"""
+"""Images in chats: how requests send them, and how prompts write them."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _MAX_SIDE = 4096  # transformers resizes larger images down to it.
 
 
 def file_of(url: str, where: str) -> bytes:
-    """Return the file in a data URL. Raises GatewayError 400."""
+    """Raises GatewayError 400."""
     found = _DATA_URL.match(url)
     if found is None and not url.startswith("data:"):
         scheme = url.partition(":")[0][:20]
@@ -53,7 +50,7 @@ def file_of(url: str, where: str) -> bytes:
 
 
 def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
-    """Read a request's image and file, decoded once to prove that it can be.
+    """Decodes the file once, so that later steps can.
 
     Raises GatewayError 400 for anything but a data URL of a whole PNG, JPEG or WebP file within the limits.
     """
@@ -89,7 +86,6 @@ class ImageFormat:
     """
 
     def __init__(self, processor: Mapping[str, Any], settings: Mapping[str, Any], placeholder: int) -> None:
-        """Takes processor_config.json, preprocessor_config.json, and `<image>`'s id."""
         self._placeholder = placeholder
         self._tile_tokens = int(processor.get("image_seq_len", 169))
         self._size: Mapping[str, int] = settings.get("size") or {"longest_edge": 4 * 364}
@@ -113,7 +109,7 @@ class ImageFormat:
         return cls(processor, settings, placeholder)
 
     def expanded(self, text: str, images: Sequence[MessageImage]) -> str:
-        """Return a rendered prompt with all placeholders. Raises GatewayError 400."""
+        """Raises GatewayError 400."""
         parts = text.split(_PLACEHOLDER)
         if len(parts) != len(images) + 1:
             message = (
@@ -128,7 +124,6 @@ class ImageFormat:
     def placed(
         self, ids: Sequence[int], images: Iterable[MessageImage], files: Mapping[str, bytes]
     ) -> list[PlacedImage]:
-        """Return where `images` are in rendered `ids`."""
         places = [at for at, token in enumerate(ids) if token == self._placeholder]
         found: list[PlacedImage] = []
         done = 0
@@ -190,6 +185,6 @@ def _even(side: int) -> int:
 
 
 def files_in(messages: Iterable[ChatMessage], images: Iterable[PlacedImage]) -> dict[str, bytes]:
-    """Digest -> file of the images in `messages`, which are `images`."""
+    """By digest; `images` are those in `messages`."""
     found = (image["sha256"] for message in messages for image in images_of(message))
     return {digest: image.data for digest, image in zip(found, images, strict=True)}

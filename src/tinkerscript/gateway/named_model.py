@@ -45,8 +45,8 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 # `uuid4` would cost a system call per id.
 _IDS = random.Random()
 
-UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # A lost claim or a busy engine is not a failed call.
-LONG_BODY = 2**18  # Parsing longer bodies takes 0.5 ms, so a thread does it.
+UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # Not the call's failure.
+LONG_BODY = 2**18  # Parsing takes 0.5 ms from here on, so a thread does it.
 
 # A small file may hold many pixels; decoding must not delay other requests.
 _DECODING = ThreadPoolExecutor(1, "images")
@@ -116,8 +116,8 @@ class NamedModel(ABC):
         role: str = "",
         no_images: str | None = None,
     ) -> None:
-        """`role` is recorded with the calls, and empty for the policy. `no_images`: why calls may have none,
-        even if the model takes images.
+        """`role` is empty for the policy. `no_images`: why calls may have none, even if the model takes
+        images.
         """
         self.name = name
         self.role = role
@@ -281,7 +281,7 @@ class NamedModel(ABC):
         if key not in self._states:
             # Raises if the claim was lost meanwhile.
             calls = calls_of(await self._claims.calls(claim), self.role)
-            if key not in self._states:  # Another request may have restored it meanwhile.
+            if key not in self._states:  # Another request may have restored it.
                 session = Session.restore(self._prompts, calls)
                 self._states[key] = ClaimState(claim, session, IdempotencyCache(calls))
         return self._states[key]

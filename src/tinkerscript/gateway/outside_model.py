@@ -1,7 +1,7 @@
 """`OutsideModel` answers the calls of a role from an outside server.
 
-Only text is known, so calls never train, and request fields that need token ids are refused. Every answer is
-recorded and counts toward the claim's limits, even if its caller has disconnected.
+Only text is known, so calls never train. Every answer is recorded and counts toward the claim's limits, even
+if its caller has disconnected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.tokenizer import LightTokenizer
 
 REPLY_TOKENS = 4096  # If the program sets no limit.
-MAX_TIMEOUTS = 16  # Per claim. A server may charge for a timed-out request without an answer to record.
+MAX_TIMEOUTS = 16  # A server may charge for a timed-out request without an answer to record.
 
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class TextOnly:
     max_context = 2**31
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
-        # The dialects require one, but no request uses it.
+        # Required by the dialects, but unused.
         self.tokenizer = tokenizer
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
@@ -78,7 +78,7 @@ class OutsideModel(NamedModel):
     def _check(self, call: ModelCall) -> None:
         if call.model != self.name:
             raise unknown_model(call.model, [self.name])
-        refused = {  # Whether it is set, and the remedy.
+        refused = {
             "prompt": (bool(call.prompts), "use messages"),
             "n": (call.n > 1, "ask once for each choice"),
             "return_token_ids": (call.return_token_ids, "leave it out"),

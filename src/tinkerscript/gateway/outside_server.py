@@ -1,7 +1,5 @@
 """`OutsideServer` requests chat completions from a role's OpenAI-compatible server.
 
-Only this server gets the key, and redirects are not followed.
-
 Source: https://platform.openai.com/docs/api-reference/chat
 """
 
@@ -64,7 +62,7 @@ class _Body(Struct):
     error: Any = None
 
 
-IN_FLIGHT = 64  # Requests per role's server, over all gateway processes.
+IN_FLIGHT = 64  # Per role, over all gateway processes.
 _READ_BODY = msgspec.json.Decoder(_Body).decode
 
 
@@ -195,10 +193,7 @@ def _tool_call(position: int, call: _ToolCall) -> dict[str, Any]:
 async def outside_servers(
     config: RunConfig, environ: Mapping[str, str], *, processes: int = 1
 ) -> AsyncGenerator[dict[str, OutsideServer]]:
-    """Open a run's outside servers, by role; `processes` share the limit of open requests.
-
-    Raises ConfigError for a key that is not set.
-    """
+    """By role; `processes` share the limit of open requests. Raises ConfigError for an unset key."""
     async with AsyncExitStack() as stack:
         servers: dict[str, OutsideServer] = {}
         for name, role in config.episode_roles.items():

@@ -1,7 +1,6 @@
 """`PartialReply` reads the text of a reply while its ids are still being sampled.
 
-Its text is a prefix of what `ChatRenderer.parse` or `text` returns for all ids. In doubt, as in a possibly
-malformed tool call, it waits.
+Its text is a prefix of the whole reply's. In doubt, as in a possibly malformed tool call, it waits.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class _State(Enum):
     START = auto()  # Reasoning may still start.
     REASONING = auto()
     CONTENT = auto()
-    UNDECIDED = auto()  # No more text is certain before the end.
+    UNDECIDED = auto()  # Waits for the end.
 
 
 class PartialReply:
@@ -87,7 +86,7 @@ class PartialReply:
             self._state, self._text = _State.CONTENT, self._text[len(marker) :]
             reasoning.append(self._reasoning.end())
         elif marker:
-            # A call ends the reasoning, unless an end marker follows.
+            # Unless an end marker follows, a call ends the reasoning.
             self._state = _State.UNDECIDED
 
     def _read_content(self, content: list[str]) -> None:

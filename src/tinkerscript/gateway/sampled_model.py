@@ -1,7 +1,4 @@
-"""`SampledModel` answers calls by sampling, and records every call as token ids.
-
-A failed or abandoned request records nothing.
-"""
+"""`SampledModel` answers calls by sampling, and records every call as token ids."""
 
 from __future__ import annotations
 
@@ -271,9 +268,7 @@ def unknown_model(name: str, known: Collection[str]) -> GatewayError:
 def recorded_completion(
     call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
 ) -> Completion | None:
-    """Rebuild the completion from the recorded calls `call_id` and siblings.
-
-    None if choices are missing after a restart, or for several prompts or top logprobs, which are not
+    """None if choices are missing after a restart, or for several prompts or top logprobs, which are not
     recorded.
     """
     if call.top_logprobs or len(call.prompts) > 1:

@@ -39,7 +39,7 @@ class _StreamedChoice:
         return (len(self._ids) - len(self._pending["sampled"])) // 4
 
     def take(self, report: Progress) -> bool:
-        """Returns False if the report contradicts an earlier one."""
+        """False if the report contradicts an earlier one."""
         known = len(self._ids) // 4 - report.offset
         if known < 0:
             return True
@@ -71,7 +71,7 @@ class _StreamedChoice:
         return MessageDelta(index=index, content=content, reasoning=reasoning, **tokens)
 
     def rest(self, index: int, choice: Choice) -> MessageDelta | None:
-        """Return the unsent rest. Raises GatewayError 500 if it contradicts earlier parts."""
+        """Raises GatewayError 500 if it contradicts earlier parts."""
         content = _after("".join(self._content), choice.message["content"])
         reasoning = _after("".join(self._reasoning), choice.message.get("reasoning_content", ""))
         tokens = choice.span(self.sent)
@@ -122,7 +122,7 @@ class StreamedReply:
         if not 0 <= report.index < len(self._choices) or len(report.sampled) != len(report.logprobs):
             logger.warning("progress.drop index=%d bytes=%d", report.index, len(report.sampled))
             return
-        # A restarted engine may sample something else, so overlaps are checked.
+        # A restarted engine may sample something else.
         self._diverged |= not self._choices[report.index].take(report)
         self._wake.set()
 
@@ -162,7 +162,7 @@ class StreamedReply:
         return b"".join(self._events.delta(delta) for delta in deltas if delta)
 
     def check(self, results: Sequence[SampleResult]) -> None:
-        """Raise GatewayError 503 if the results do not begin with the sent ids."""
+        """Raises GatewayError 503 if the results do not begin with the sent ids."""
         sequences = [sequence for result in results for sequence in result.sequences]
         for choice, sequence in zip(self._choices, sequences, strict=False):
             if not choice.is_prefix_of(sequence):

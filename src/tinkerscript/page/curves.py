@@ -20,7 +20,7 @@ MAX_POINTS = 2000
 
 
 class MetricCurve(BaseModel):
-    """A metric over steps. All lists are equally long."""
+    """All lists are equally long."""
 
     steps: list[int] = Field(description="The first step of each span.")
     mean: list[float]
@@ -73,7 +73,6 @@ def metric_names(ledger: LedgerReader, prefix: str = "") -> list[str]:
 
 
 def curve(ledger: LedgerReader, name: str, *, points: int = 400) -> MetricCurve | None:
-    """Return a curve, or None without the metric."""
     low, high = ledger.rows(_SPAN, (name,))[0]
     if low is None:
         return None
@@ -117,8 +116,6 @@ CURVES = (
 
 
 class FindingKind(BaseModel):
-    """One kind of finding, over the whole run."""
-
     kind: str = Field(description="`finding` (a step), `error` (a sequence that did not train) or `warning`.")
     name: str
     meaning: str

@@ -28,7 +28,7 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
 EPISODE_TEXT_CHARS = 50_000
-"""The maximum length of a message. The token view has the rest."""
+"""The token view has the rest of a message."""
 
 MAX_SIBLINGS = 256
 
@@ -67,15 +67,13 @@ class Score(BaseModel):
 
 
 class VerdictView(BaseModel):
-    """What the judge of the group said about the episode."""
+    """The judge's verdict on the episode."""
 
     reward: float | None = Field(description="What it trains on; null: the judge failed.")
     words: str
 
 
 class FailedAttempt(BaseModel):
-    """A failed attempt. It never trains."""
-
     attempt: int
     client: str
     kind: str
@@ -98,8 +96,6 @@ class SequenceLine(BaseModel):
 
 
 class EpisodeUse(BaseModel):
-    """What a step did with the episode."""
-
     step: int
     outcome: str
     advantage: float | None
@@ -145,7 +141,7 @@ def find_episode(ledger: LedgerReader, prefix: str) -> str:
 
 
 def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
-    """Return an episode's view, by its whole uuid. Raises NotRecordedError."""
+    """Raises NotRecordedError."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found:
         raise NotRecordedError(f"the run has no episode {uuid!r} that ended")
@@ -200,7 +196,7 @@ Steps = Mapping[int, Sequence[TrainedSequence]]  # How each step used an episode
 
 
 def recorded_sequences(ledger: LedgerReader, uuid: str) -> tuple[list[EpisodeSequence], Steps] | None:
-    """Return an episode's sequences and their use by each step, or None if its tokens were dropped."""
+    """Return an episode's sequences and their use by step, or None if its tokens were dropped."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found or found[0]["emptied"]:
         return None
@@ -216,8 +212,9 @@ def _chat_of(steps: Steps) -> TrainedSequence | None:
 
 
 def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[EpisodeSequence]:
-    """Return the policy's training sequences, then each trained role's. A chat of fine-tuning is a single
-    one."""
+    """Return the policy's training sequences, then each trained role's. A chat of fine-tuning is one
+    sequence.
+    """
     if chat := _chat_of(steps):
         tokens = unpack_ids(chat.chat)
         trained = np.frombuffer(chat.chat_trained, np.uint8).astype(np.bool_)

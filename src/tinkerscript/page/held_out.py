@@ -52,7 +52,7 @@ class ComparisonQuery(BaseModel):
 
 
 class Attempts(BaseModel):
-    """A sample's episodes under one policy version, or under consecutive ones if there are very many."""
+    """Under one policy version, or several consecutive ones if there are very many."""
 
     policy_version: int | None = Field(description="The first version; null if not recorded.")
     episodes: int

@@ -25,7 +25,7 @@ from tinkerscript.page.curves import metric_names
 from tinkerscript.page.lines import EpisodeLine, lines, newest
 
 NEWEST = 12
-RECENT_STEPS = 50  # For the estimate of the remaining time.
+RECENT_STEPS = 50  # To estimate the remaining time.
 
 EVALUATIONS = 20
 
@@ -44,7 +44,7 @@ class PhaseProgress(BaseModel):
 
 
 class EvaluationProgress(BaseModel):
-    """An evaluation that has begun and not ended; a run that is resumed makes it again."""
+    """Begun and not ended; a resumed run makes it again."""
 
     label: str
     step: int
@@ -53,8 +53,6 @@ class EvaluationProgress(BaseModel):
 
 
 class Evaluation(BaseModel):
-    """A score on held-out samples."""
-
     label: str
     step: int
     time: float
@@ -65,15 +63,13 @@ class Evaluation(BaseModel):
 
 
 class FailureCount(BaseModel):
-    """The number of failed episodes with a kind of failure."""
-
     kind: str
     count: int
     example: EpisodeLine | None = Field(description="The newest one.")
 
 
 class Health(BaseModel):
-    """Conditions that deserve attention, counted over the whole run."""
+    """Counted over the whole run."""
 
     episodes: int = Field(description="Training episodes with a result.")
     failed: int
@@ -300,7 +296,7 @@ EVENT_EVERY_S = 15.0
 
 
 class RunEvents:
-    """The event streams of one run, for one event loop."""
+    """For one event loop."""
 
     def __init__(self, run: str, ledger: LedgerReader) -> None:
         self._run = run

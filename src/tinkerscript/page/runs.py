@@ -89,8 +89,7 @@ class Runs:
         raise NotRecordedError(f"no run here has an episode {episode_uuid!r} that ended")
 
     def delete(self, name: str) -> None:
-        """Delete a run's folder. Raises NotRecordedError, OSError, and ConflictError for a run in
-        progress."""
+        """Raises NotRecordedError, OSError, and ConflictError for a run in progress."""
         ledger = self.ledger(name)
         folder = ledger.folder
         if folder.parent != self.root or folder.is_symlink():
@@ -136,7 +135,7 @@ class RunServer:
         self._fleet: tuple[float, dict[str, Any]] = (-FRESH_S, {})
 
     async def fleet(self) -> dict[str, Any]:
-        """Return `GET /fleet`. Raises NotRecordedError if no server answers."""
+        """Raises NotRecordedError if no server answers."""
         async with self._asking:
             at, found = self._fleet
             if time.monotonic() - at >= FRESH_S:

@@ -1,8 +1,8 @@
 """`SearchIndex` finds a run's episodes by words, with SQLite's full-text search.
 
 Searches build `search.sqlite` next to the ledger, newest episodes first, or a temporary file in a read-only
-folder. It can be deleted at any time. A search indexes briefly and reports how far back it reached; its next
-page continues. We write through no link, because a foreign folder may have anything in the file's place.
+folder. It can be deleted at any time. A search indexes briefly and reports how far back it reached. We write
+through no link, because a foreign folder may have anything in the file's place.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SPANS = "SELECT first, last FROM spans"
 
 
 class SearchIndex:
-    """One run's index. Thread-safe."""
+    """Thread-safe."""
 
     _known: ClassVar[dict[Path, SearchIndex]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()

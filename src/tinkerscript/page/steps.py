@@ -43,8 +43,6 @@ class Bin(BaseModel):
 
 
 class StepGroup(BaseModel):
-    """The episodes of one sample."""
-
     group_id: str
     sample: str | None
     mean_reward: float | None

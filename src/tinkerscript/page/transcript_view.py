@@ -1,7 +1,6 @@
 """An episode's transcript as a list of readable events.
 
-Transcripts come from clients. For an invalid one we show the problem and the raw text. Nothing is read beyond
-`TRANSCRIPT_BYTES` and `MAX_EVENTS`.
+Transcripts come from clients, so an invalid one is shown as raw text with the problem.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class TranscriptView(BaseModel):
 
 
 class Pool(msgspec.Struct):
-    """Messages shared by model calls."""
+    """Shared by model calls."""
 
     messages: list[msgspec.Raw] = []
 

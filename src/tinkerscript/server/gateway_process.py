@@ -44,7 +44,7 @@ from tinkerscript.trainer_link.remote_sampling import LinkSampler
 def run_gateway(number: int, *, channel: int, listener: int) -> None:
     """Serve until stopped. Raises ConfigError.
 
-    `channel` and `listener` are file descriptors: the socket pair's end, and the socket for model calls.
+    `channel` and `listener` are file descriptors.
     """
     sockets = socket.socket(fileno=channel), socket.socket(fileno=listener)
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:

@@ -1,7 +1,7 @@
 """`GatewayProcesses`: starts, restarts and stops the server's gateway processes.
 
-Invariants: the server's secret decides which process owns a claim. A process's port stays open during a
-restart, so calls wait. No process outlives the server.
+The server's secret decides which process owns a claim. A process's port stays open during a restart, so calls
+wait. No process outlives the server.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class GatewayChild:
             self._channel.send(StopServing())
 
     async def run(self) -> None:
-        """Keep it running until `stop`. If cancelled, kill it."""
+        """Keeps it running until `stop`; kills it if cancelled."""
         pause_s = RESTART_PAUSE_S
         while not self._closing:
             try:
@@ -159,8 +159,6 @@ class GatewayChild:
 
 
 class GatewayProcesses:
-    """`run` owns the processes."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -173,7 +171,8 @@ class GatewayProcesses:
         any_host: bool,
     ) -> None:
         """`listeners`: one per process. `environ`: added to the server's environment. `any_host`: see
-        `asgi.problem_with_site`."""
+        `asgi.problem_with_site`.
+        """
         outside = {role.api_key_env for role in config.roles.values() if role.kind == "outside"}
         not_theirs = {*TOKEN_VARIABLES, *config.key_variables} - outside
         inherited = {name: value for name, value in (os.environ | environ).items() if name not in not_theirs}

@@ -51,7 +51,7 @@ from tinkerscript.server.episodes.record import (
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
 
-ROLLING: EngineStatus = "ENGINE.ROLLING"  # The only status in which episodes are handed out.
+ROLLING: EngineStatus = "ENGINE.ROLLING"  # Otherwise no episodes are handed out.
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 class EngineState:
     status: EngineStatus = "ENGINE.OFFLINE"
     without_trainer: EngineStatus = "ENGINE.OFFLINE"
-    """Status while no trainer is connected. ROLLING if an inference server samples."""
+    """ROLLING if an inference server samples."""
 
     policy_version: int = 0
     global_step: int = 0
@@ -76,8 +76,6 @@ class EngineState:
 
 
 class Interchange:
-    """`run` owns the lease timer."""
-
     def __init__(
         self,
         *,
@@ -138,13 +136,14 @@ class Interchange:
             await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
 
     async def empty(self, uuids: Sequence[str]) -> set[str]:
-        """Empty episodes, also ones that only the ledger has. Raises StoreError."""
+        """Includes episodes that only the ledger has. Raises StoreError."""
         await self.recall(uuids)
         return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
         """Load episodes that steps after `step` planned or used (sequences in `used`), and the rest of
-        unfinished groups. Raises StoreError."""
+        unfinished groups. Raises StoreError.
+        """
         await self._recall("step > ?", step)
         begun = "SELECT group_id FROM {s}episodes WHERE consumed = 0 AND step > 0 AND episode_type = 'train'"
         await self._recall(f"group_id IN ({begun})")
@@ -188,8 +187,6 @@ class Interchange:
         self._closing = True
         self._long_polls.notify_all()
         self.run_end.close()
-
-    # Commit ordering
 
     def settle(self) -> None:
         """Write the book's changes to the ledger, and notify whom they concern."""
@@ -249,10 +246,8 @@ class Interchange:
         await self._ledger.durable()
 
     def when_committed(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once all settled changes are committed, never before this call returns."""
+        """Run `callback` after all settled changes, never before this call returns."""
         self._ledger.after_commit(callback)
-
-    # Claims
 
     async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
         """Claim episodes, or return the `fail_cause` after `request.wait_s`.
@@ -291,8 +286,7 @@ class Interchange:
                 wakeup, until = None, self._clock()
 
     def withdraw(self, request: ClaimEpisodeRequest, claims: list[Claim]) -> None:
-        """Take back claims after a disconnect. With a request id the client keeps them, and repeats its
-        request."""
+        """Take back claims after a disconnect, unless a request id lets the client repeat its request."""
         if request.claim_request_id:
             return
         failure = Failure(kind=CLIENT_GONE, message="the client hung up before the reply")
@@ -454,7 +448,7 @@ class Interchange:
         )
 
     def _check_pool(self, new: NewEpisode, number: int) -> None:
-        """Raise QuotaError if a client's pool has no room for `number` more episodes."""
+        """Raise QuotaError if a client's pool has no room."""
         quota = self._totals.pool_episodes
         if number and self.book.counts.unfinished(new.pool) + number > quota:
             raise QuotaError(
@@ -473,8 +467,6 @@ class Interchange:
                 "their episodes are over"
             )
 
-    # The engine
-
     def sample_without_trainer(self, model: str) -> None:
         """Hand out episodes without a trainer: an inference server samples."""
         self.engine.without_trainer = ROLLING
@@ -486,14 +478,13 @@ class Interchange:
         return self.engine.client_samples
 
     def trainer_starts(self) -> None:
-        """Note that a trainer boots, until it reports or ends."""
         self.engine.booting = True
         self.engine.run_finished, self.engine.failure = False, ""
         self.run_end.set(False)
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
-        """Note that the trainer is silent, or ended with `failure`."""
+        """The trainer is silent, or ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
@@ -530,15 +521,12 @@ class Interchange:
             self._long_polls.notify_all()
 
     async def offline(self) -> None:
-        """Return when the engine is OFFLINE. For one task at a time."""
+        """For one task at a time."""
         while self.engine.status != "ENGINE.OFFLINE":
             self._status_changed.clear()
             await self._status_changed.wait()
 
-    # Leases
-
     async def _expire_leases(self) -> None:
-        """Wake up at each deadline, or earlier if a new one appears."""
         while True:
             self._earlier_deadline.clear()
             self._next_expiry = self.book.leases.next_deadline()

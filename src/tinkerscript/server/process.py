@@ -1,10 +1,8 @@
 """The server as a process: one run folder, one HTTP socket, one link, graceful shutdown.
 
-Errors that a user can fix are found before the app is imported, which takes seconds.
-
-Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
-is written once its addresses accept connections. With a shared ledger, servers of several folders take
-turns, and answer 503 meanwhile.
+Errors that a user can fix are found before the app is imported, which takes seconds. One server at a time
+serves a run folder (a lock that dies with the process), and `server.json` is written once its addresses
+accept connections. With a shared ledger, servers of several folders take turns, and answer 503 meanwhile.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ if TYPE_CHECKING:
     from tinkerscript.http_server import ConnectionLimits
     from tinkerscript.server.app import InterchangeServer
 
-LISTEN_RETRY_S = 0.5  # Before a server that lost a shared ledger tries to lead again.
+LISTEN_RETRY_S = 0.5  # Before trying to lead a shared ledger again.
 
 STANDBY = "another server serves this run's episodes, or none does yet; try again"
 
@@ -86,14 +84,11 @@ async def running_server(
     connections: ConnectionLimits | None = None,
     gate: Gate | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """Serve `run_dir` while the context is open. Yields the addresses, and a task that fails if the server
-    does.
+    """Serve `run_dir` in this context. Yields the addresses, and a task that fails if the server does.
 
     With a shared ledger, the context opens at this server's first turn. `totals` and `connections` replace
-    the usual limits. `gate` is the app, for callers without a connection.
-
-    Raises ConfigError (a port in use, a missing token, a folder already served, an unusable inference
-    server) and StoreError.
+    the usual limits. `gate` is the app, for callers without a connection. Raises ConfigError (a port in use,
+    a missing token, a folder already served, an unusable inference server) and StoreError.
     """
     model_folder(config.engine.model)
     section = config.interchange_server
@@ -171,13 +166,11 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
 class Gate:
     """The process's ASGI app: the server's while it may serve, otherwise 503.
 
-    A 503 reveals nothing about episodes. Clients try again, and `/ready` shows a load balancer where to
-    send them.
+    Clients then try again, and `/ready` shows a load balancer where to send them.
     """
 
     def __init__(self) -> None:
         self.server: InterchangeServer | None = None
-        """None while this process may not serve."""
 
         self._refusals = Refusals(REFUSAL_BODIES)
 
@@ -205,7 +198,7 @@ class Gate:
 class _Terms:
     """Serves a ledger, term after term if it is shared.
 
-    Invariant: a term ends with the first error, and the next one reads everything from the ledger.
+    A term ends with the first error, and the next one reads everything from the ledger.
     """
 
     def __init__(

@@ -43,15 +43,14 @@ from tinkerscript.workers.inspect_task import GatewayPolicy, InspectTask
 from tinkerscript.workers.model_relay import AgentRelay
 
 PORT = 8000  # The model's, on the agent's loopback interface.
-MAX_OUTPUT_BYTES = 4 * 2**20  # Kept from the end of an agent's output.
-OF_A_CLAIM = 0.9  # The agent's part of the claim's lifetime. The rest is for scoring.
+MAX_OUTPUT_BYTES = 4 * 2**20  # From the end of an agent's output.
+OF_A_CLAIM = 0.9  # The rest of the claim's lifetime is for scoring.
 TESTS = "tests"
 
 
 class AgentTask(InspectTask):
     def __init__(self, name: str, agent: str, time_limit_s: float, /, **args: Any) -> None:
-        """Raises ConfigError for an invalid task or `tests`, and WorkerError for an agent that is not
-        installed."""
+        """Raises ConfigError for an invalid task or `tests`, and WorkerError for a missing agent."""
         super().__init__(name, **args)
         program = agent_named(agent)
         installation_of(program)
@@ -218,9 +217,9 @@ class CodingAgent:
     program: str
     arguments: Callable[[AgentJob], list[str]]  # After the program's name.
     environment: Callable[[AgentJob], dict[str, str]]  # In addition to the sandbox's.
-    # Files to write, by their path in the home folder.
+    # Files to write, by path in the home folder.
     home_files: Callable[[AgentJob], Mapping[str, str]] = lambda job: {}
-    answer: Callable[[str], str] = lambda output: ""  # The final answer in its output.
+    answer: Callable[[str], str] = lambda output: ""  # Finds the final answer in the output.
 
 
 def _claude_environment(job: AgentJob) -> dict[str, str]:
@@ -280,7 +279,7 @@ def _opencode_config(job: AgentJob) -> Mapping[str, str]:
     return {".config/opencode/opencode.json": json.dumps(config)}
 
 
-# The values of `tinkerscript worker --agent`.
+# For `tinkerscript worker --agent`.
 AGENTS: Mapping[str, CodingAgent] = {
     "claude-code": CodingAgent(
         "claude",
@@ -332,7 +331,7 @@ AGENTS: Mapping[str, CodingAgent] = {
 
 
 def agent_named(name: str) -> CodingAgent:
-    """Raises WorkerError for an unknown agent."""
+    """Raises WorkerError."""
     if name not in AGENTS:
         raise WorkerError(f"there is no agent {name!r}; there are {', '.join(AGENTS)}")
     return AGENTS[name]

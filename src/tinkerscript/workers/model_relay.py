@@ -1,8 +1,8 @@
 """Relays for model calls of programs that must not, or cannot, hold a claim's key.
 
 `ModelRelay` is for a library that would keep a model client for every key: a request header names the
-conversation. `AgentRelay` is for an agent in a sandbox. Invariant: only the server sees a claim's key, and
-only routes of the model pass.
+conversation. `AgentRelay` is for an agent in a sandbox. Only the server sees a claim's key, and only routes
+of the model pass.
 """
 
 from __future__ import annotations

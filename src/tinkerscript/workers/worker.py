@@ -1,8 +1,8 @@
 """`run_worker` is a worker process: it runs a user's script, or tasks, over a server's episodes.
 
-Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. After a grace period it
-exits even if its rollouts hang. A worker runs its own copy of a sample, never the content of a payload, so
-that a server cannot make it run anything else.
+SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. After a grace period it exits even if
+its rollouts hang. A worker runs its own copy of a sample, never a payload's content, so that a server cannot
+make it run anything else.
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ class WorkerOptions:
     # `TYPE` or `TYPE:CONFIG_FILE`, by task.
     sandboxes: Mapping[str, str] = field(default_factory=dict[str, str])
     agent: str = ""  # A coding agent that replaces the solvers of Inspect tasks.
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S  # Then the agent is stopped, and its results are scored.
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S  # Then the agent is stopped and scored.
     concurrency: int = 1
     client_uuid: str | None = None
     episode_type: ClaimType = "any"
-    pool: str = TRAINER_POOL  # The trainer's, or the `client_uuid` of a client that registers episodes.
+    pool: str = TRAINER_POOL  # The trainer's, or a registering client's `client_uuid`.
     # Seconds without activity after which claims lose their lease.
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    exit_with_parent: bool = False  # Stop when standard input, a pipe from the parent, closes.
+    exit_with_parent: bool = False  # When standard input, a pipe from the parent, closes.
     grace_s: float = DEFAULT_GRACE_S  # For running episodes after SIGTERM.
     give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S  # For an unreachable server. None: no limit.
     token: str | None = field(default=None, repr=False)  # None if the server requires none.
@@ -261,7 +261,7 @@ class TaskRollout:
         held_out: Mapping[str, Task] | None = None,
         endpoint: ChatEndpoint | None = None,
     ) -> None:
-        """`held_out` has different tasks for evaluations. `endpoint` replaces the model endpoint."""
+        """`held_out` has different tasks for evaluations."""
         others = held_out or {}
         self._tasks: dict[str, tuple[Task, Task]] = {}  # For training and for evaluation.
 
@@ -293,7 +293,8 @@ class TaskRollout:
 
     async def __call__(self, episode: Episode) -> RolloutResult:
         """Raises WrongTaskError, WorkerError for a payload without a task or a sample, and the rollout's
-        exceptions."""
+        exceptions.
+        """
         task, sample = self._found(episode)
         model = EpisodeModel(
             base_url=episode.openai_base_url,

@@ -46,7 +46,7 @@ _encode = msgspec.json.Encoder().encode
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_PROMPT = 8_192  # Bytes (about a millisecond) from which a thread does the work.
+LONG_PROMPT = 8_192  # Bytes from which a thread does the work (a millisecond).
 LONG_HISTORY = 2**18  # The same for comparing text with earlier calls.
 
 # Encoding releases the GIL; more threads would delay the event loop.
@@ -83,12 +83,11 @@ class Session:
         self._messages = MessageIndex()
         self._prompts = PromptIndex()
         self._recording: list[Turn] = []
-        # Recorded images by digest.
         self._files: dict[str, bytes] = {}
 
     @classmethod
     def restore(cls, renderer: ConversationRenderer, calls: Iterable[Call]) -> Session:
-        """Rebuild the session that recorded `calls`, oldest first. Raises ValueError for a missing parent."""
+        """`calls` are oldest first. Raises ValueError for a missing parent."""
         session = cls(renderer)
         for call in with_messages(calls):
             turn = session._recorded_turn(call)
@@ -113,7 +112,7 @@ class Session:
         *,
         starts: bool = True,
     ) -> Turn:
-        """Like `plan`, with long messages in a thread. Without `starts`, the turn may be too long."""
+        """Long messages use a thread. Without `starts`, the turn may be too long."""
         is_long = text_size(messages) >= LONG_HISTORY or bool(files)
         keys = await in_thread_if(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys, files) as place:
@@ -124,7 +123,7 @@ class Session:
             return self._started(turn, "messages") if starts else turn
 
     async def plan_ids(self, prompt: bytes) -> Turn:
-        """Like `plan`, for a prompt of int32 ids."""
+        """For a prompt of int32 ids."""
         messages, texts = await in_thread_if(len(prompt) >= LONG_PROMPT, self._message_of, prompt)
         node = self._prompts.find(prompt)
         turn = Turn(
@@ -160,7 +159,7 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Give turns their fork reasons: only now is it known which parallel request is the claim's first."""
+        """Only now is it known which parallel request is the claim's first."""
         labelled: list[Turn] = []
         for turn in turns:
             if turn.parent is None and turn.fork_reason is None:
@@ -302,11 +301,11 @@ class Session:
 
 
 class _Prompt(NamedTuple):
-    # int32; with `extends`, only the part after the continued call.
+    # int32; with `extends`, without the continued call.
     ids: bytes
     images: list[PlacedImage]
     extends: bool
-    texts: tuple[str, str]  # New messages and tools as recorded JSON.
+    texts: tuple[str, str]
 
 
 class _Keys(NamedTuple):
@@ -315,7 +314,7 @@ class _Keys(NamedTuple):
 
 
 class _Place:
-    """Where messages belong in the tree. Immutable, so that threads may read it."""
+    """Immutable, so that threads may read it."""
 
     def __init__(
         self, path: MessagePath, tools: list[Tool], node: Node | None, files: Mapping[str, bytes]
@@ -335,7 +334,7 @@ class _Place:
         return len(self.node.new_prompt) + len(self.node.sampled) + text_size(self.new_messages)
 
     def prompt(self, renderer: ConversationRenderer) -> _Prompt:
-        """May run in a thread. Raises GatewayError 400."""
+        """Raises GatewayError 400."""
         if self.node:
             tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()
             new_ids = renderer.extend(tail, sampled, self.new_messages, self.node.tools, self.node.messages)

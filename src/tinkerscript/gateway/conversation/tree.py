@@ -11,12 +11,12 @@ A request continues a call if that path equals its messages up to the last assis
 tools. Ids only choose among the calls that content allows:
 
 - An assistant message with an id that we issued must be that call's reply.
-- Reasoning may be dropped. If it is sent back, it must be what was sampled.
-- Of several matching calls, the first that no other call continues, recorded or in flight, is chosen.
-  Parallel conversations with equal messages therefore continue one call each.
+- Reasoning may be dropped, but not changed.
+- Of several matching calls, the first that no other call continues, recorded or in flight, is chosen, so
+  that parallel conversations with equal messages continue one call each.
 
-Text completions are matched by ids. A prompt continues the longest stream (prompt and sampled ids) that it
-starts with; among equal streams, the first that no call continues.
+Text completions are matched by ids. A prompt continues the longest stream that it starts with; among equal
+streams, the first that no call continues.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ PROMPT = "prompt"  # A prompt of text or ids. No chat uses this role.
 # Unrelated to any conversation, as in a subagent's first call.
 NEW_CONVERSATION = "new_conversation"
 SAMPLED_AGAIN = "sampled_again"  # The same messages as before, as for a parallel sample.
-NO_NEW_MESSAGES = "no_new_messages"  # The messages end with the assistant's reply.
+NO_NEW_MESSAGES = "no_new_messages"  # They end with the assistant's reply.
 TOOLS_CHANGED = "tools_changed"
 SYSTEM_CHANGED = "system_changed"
-# Earlier messages were dropped or replaced by fewer (truncation, compaction).
+# By dropping messages or replacing them by fewer.
 HISTORY_SHORTENED = "history_shortened"
-TOOL_RESULT_EDITED = "tool_result_edited"  # The first difference is in a tool result.
-TEXT_DROPPED = "text_dropped"  # A reply's tool calls came back without its text.
+TOOL_RESULT_EDITED = "tool_result_edited"
+TEXT_DROPPED = "text_dropped"  # Its tool calls came back without its text.
 REASONING_EDITED = "reasoning_edited"  # Dropping reasoning does not fork.
 HISTORY_EDITED = "history_edited"
 RENDERER_REFUSED = "renderer_refused"  # The chat format cannot continue from the sampled ids.
-TEMPLATE_REWRITES = "template_rewrites"  # The chat template changes earlier messages when new ones follow.
+TEMPLATE_REWRITES = "template_rewrites"  # New messages change how the template writes earlier ones.
 
 FORK_REASONS = (
     NEW_CONVERSATION,
@@ -88,13 +88,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     new_prompt: bytes  # int32, after the parent's prompt and sampled ids.
     images: list[PlacedImage] = []  # Of `new_prompt`.
     matched_by: MatchedBy | None = None
-    # One of `FORK_REASONS`; None if the prompt extends a call or is the claim's first.
+    # None if the prompt extends a call or is the claim's first.
     fork_reason: str | None
     new_messages: list[ChatMessage]
     tools: list[Tool]
-    reply_index: int  # In the conversation.
-    keys: Sequence[Hashable] = ()  # Of `new_messages`; empty if not computed yet.
-    texts: tuple[str, str] = ("", "")  # `new_messages` and `tools` as recorded JSON; empty if not recorded.
+    reply_index: int
+    keys: Sequence[Hashable] = ()  # Empty if not computed yet.
+    texts: tuple[str, str] = ("", "")  # As recorded JSON; empty if not recorded.
 
     @property
     def all_images(self) -> list[PlacedImage]:
@@ -110,7 +110,7 @@ class Node:
         self.new_messages = turn.new_messages
         self.new_prompt = turn.new_prompt
         self.new_images = turn.images
-        # Whether `stream` has any. Looking at all turns each time would be slow.
+        # Looking at all turns each time would be slow.
         self.has_images = bool(turn.images) or (turn.parent is not None and turn.parent.has_images)
         self.sampled = sampled
         self.reply = reply
@@ -118,21 +118,20 @@ class Node:
         self.tools_key = turn.parent.tools_key if turn.parent else tools_key(turn.tools)
         self.reply_index = turn.reply_index
         before = turn.parent.reply if turn.parent else None
-        # Kept, because computing them reads long tool arguments.
+        # Computing them reads long tool arguments.
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
-        # Assistant messages that the caller wrote; only a root has any.
+        # Only a root has any.
         self.written = [
             (index, reasoning_of(message))
             for index, message in enumerate(turn.new_messages)
             if message["role"] == "assistant"
         ]
 
-        self.state = ROOT_STATE  # Trie state after the reply, set by `MessageIndex`.
+        self.state = ROOT_STATE  # Set by `MessageIndex`.
         self.extended = False
         self.pending = 0
 
     def stream(self) -> bytes:
-        """Return the whole prompt and the sampled ids (int32)."""
         parts: list[bytes] = []
         node: Node | None = self
         while node is not None:
@@ -141,7 +140,6 @@ class Node:
         return b"".join(reversed(parts))
 
     def images(self) -> list[PlacedImage]:
-        """Return the images of `stream`."""
         found: list[PlacedImage] = []
         length = 0
         for node in self._line():
@@ -171,8 +169,8 @@ class MessagePath(NamedTuple):
     messages: list[ChatMessage]
     keys: list[Hashable]
     tools_key: bytes
-    history_length: int  # The messages up to the last assistant message.
-    states: list[int]  # Trie states around the messages, as far as they exist.
+    history_length: int  # Up to the last assistant message.
+    states: list[int]  # Around the messages, as far as they exist.
 
     @property
     def history_state(self) -> int | None:
@@ -185,12 +183,10 @@ class MessagePath(NamedTuple):
 
 class MessageIndex:
     def __init__(self) -> None:
-        # By state and message key.
         self._edges: dict[tuple[int, Hashable], int] = {}
         self._replies: dict[int, list[Node]] = {}
         self._prompted: dict[int, set[bytes]] = {}
         self._through: dict[int, Node] = {}  # The last call through a state.
-        # By call id and tool call id.
         self._named: dict[str, Node] = {}
         # By the keys of the message before (None: any) and the reply.
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
@@ -242,7 +238,7 @@ class MessageIndex:
         return None
 
     def fork_reason(self, path: MessagePath) -> str | None:
-        """Returns None for the claim's first request."""
+        """None for the claim's first request."""
         if not self._edges:
             return None
         if path.history_length == len(path.messages) and self.find(path):
@@ -312,7 +308,7 @@ class PromptIndex:
         self._prompts: set[int] = set()
 
     def add(self, node: Node) -> None:
-        # Ids do not say which image they stand for, so prompts of ids never continue images.
+        # Ids do not say which image they stand for.
         if not node.has_images:
             self._unindexed.append(node)
 
@@ -351,7 +347,7 @@ def _history_length(messages: Sequence[ChatMessage]) -> int:
 
 
 def edit_reason(known: Conversation, given: Conversation) -> str | None:
-    """Return how `given` first differs from the conversation `known`."""
+    """The first difference decides."""
     if _only_system_differs(known, given):
         return SYSTEM_CHANGED
     pairs = zip(known.messages, given.messages, known.keys, given.keys, strict=False)

@@ -1,7 +1,7 @@
 """Agent mode ignores fields that coding agents send whether or not a server honors them.
 
-Routes under `/agent` drop `AGENT_FIELDS`, which are recorded with the call (`Call.ignored`) and counted in
-the alignment report. Any other unknown field is refused.
+Routes under `/agent` drop `AGENT_FIELDS`, which are recorded (`Call.ignored`) and counted in the alignment
+report.
 
 Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-swe-agent 2.4.
 """
@@ -66,7 +66,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
-    """Return the request and the dropped fields. Raises GatewayError 400 for bad JSON."""
+    """Raises GatewayError 400 for bad JSON."""
     try:
         request = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

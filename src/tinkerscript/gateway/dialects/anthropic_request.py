@@ -1,10 +1,8 @@
 """Anthropic Messages: requests for a message and for the token count of its prompt.
 
-`thinking` only decides whether thinking is shown: the model reasons as trained, and everything is recorded.
-As at Anthropic, `budget_tokens` is a target and `max_tokens` the limit.
-
-The blocks of a reply, sent back unchanged, become the message that was sampled. Thinking may be left out; its
-signature names the reply.
+`thinking` only decides whether thinking is shown: the model reasons as trained. As at Anthropic,
+`budget_tokens` is a target and `max_tokens` the limit. A reply's blocks, sent back with or without thinking,
+become the message that was sampled.
 
 Source: https://docs.anthropic.com/en/api/messages
 """
@@ -82,7 +80,7 @@ class _ToolDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1)]
     input_schema: dict[str, Any]
     description: str | None = None
-    # Ignored: arguments stay as the model sampled them.
+    # Arguments stay as the model sampled them.
     type: str = "custom"
     strict: bool = False
     cache_control: dict[str, Any] | None = None
@@ -195,7 +193,7 @@ def _prompt_arguments(prompt: _Prompt) -> dict[str, Any]:
 
 
 def _refuse_thread(request: _Request) -> None:
-    # This code makes Anthropic's tool runner send the whole history.
+    # Makes Anthropic's tool runner send the whole history.
     if request.thread is not None:
         message = "this server keeps no threads; send the whole history and leave thread out"
         raise GatewayError(400, "thread_unsupported_request", message, param="thread")
@@ -245,7 +243,7 @@ def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None
             normalized += _user(message.role, message.content, where)
             continue
         if reply is None:
-            # Anthropic treats consecutive assistant messages as one.
+            # As at Anthropic.
             reply = {"role": "assistant", "content": ""}
             normalized.append(reply)
         _extend_reply(reply, message.content, where)
@@ -290,7 +288,7 @@ def _tool_result(block: dict[str, Any], where: str) -> ChatMessage:
     content = _text(result.content, f"{where}.content")
     message: ChatMessage = {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
     if result.is_error:
-        # Only recorded: chat formats have no field for it.
+        # Chat formats have no field for it.
         message["is_error"] = True
     return message
 

@@ -1,8 +1,8 @@
 """OpenAI chat completions.
 
 Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` to the reply and `token_ids`
-(with a grammar also `constrained`) to each choice. `developer` messages become system messages. Unless
-`tool_choice` requires a call, a tool's `strict` is not enforced.
+(with a grammar also `constrained`) to each choice. Unless `tool_choice` requires a call, a tool's `strict` is
+not enforced.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """

@@ -109,7 +109,7 @@ class _ChoiceWriter:
             "tokens": [decode(token) for token in ids],
             "token_ids": ids,  # Our extension.
             "token_logprobs": unpack_logprobs(tokens.logprobs).tolist(),
-            # The most likely of several ids with the same text wins.
+            # The most likely of several ids with one text wins.
             "top_logprobs": [
                 dict(reversed(most_likely[position * top : (position + 1) * top]))
                 for position in range(len(ids))

@@ -1,7 +1,4 @@
-"""`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`.
-
-A field that this server does not honor is refused by name; prompts get no added text.
-"""
+"""`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`."""
 
 from __future__ import annotations
 
@@ -42,9 +39,9 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in any wire format; None means not set."""
+    """None means not set."""
 
-    # The wire format's names of fields that a sampler may refuse.
+    # The wire format's names.
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {
         "required_tools": "tool_choice",
         "json_schema": "response_format",
@@ -61,10 +58,10 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """The images of `messages` by digest."""
 
     prompts: list[bytes] = []
-    """Prompts as ids (int32) instead of messages. Each gets `n` plain-text completions."""
+    """As ids (int32) instead of messages. Each gets `n` plain-text completions."""
 
     previous: str | None = None  # The call that `messages` continue.
-    store: bool = False  # Later requests may name the reply as `previous`. In an episode they always may.
+    store: bool = False  # Without it, only an episode's later requests may name the reply.
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -74,11 +71,11 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: list[str] = []
-    # They end the reply, like the end of a turn, and are not part of its text.
+    # They end the reply, and are not part of its text.
     stop_token_ids: list[int] = []
     logprobs: bool = False
-    top_logprobs: int = 0  # How many likely ids to report at each position.
-    required_tools: list[str] = []  # The reply must call one, unless empty.
+    top_logprobs: int = 0
+    required_tools: list[str] = []
     parallel_tool_calls: bool = True
     json_schema: dict[str, Any] | None = None
     """`{"type": "object"}` allows any object. The reply may also be a tool call."""
@@ -94,7 +91,7 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
     message: ChatMessage
     finish_reason: FinishReason
     constrained: bytes = b""  # uint8 `TokenConstraint` per sampled id, or empty without a grammar.
-    reported_tokens: int = 0  # The count of a server that returns no ids.
+    reported_tokens: int = 0  # From a server that returns no ids.
 
     @property
     def num_tokens(self) -> int:
@@ -105,16 +102,15 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
         return {"token_ids": ids, **self.constraint_field()}
 
     def constraint_field(self) -> dict[str, list[int]]:
-        # Without ids, which a stream has already sent.
         return {"constrained": list(self.constrained)} if self.constrained else {}
 
 
 class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
-    call_id: str  # The first choice's call.
+    call_id: str  # The first choice's.
     created: int  # Unix time in seconds.
     model: str
     prompt: bytes  # The first prompt's int32 ids.
-    reported_prompt_tokens: int = 0  # The count of a server that returns no ids.
+    reported_prompt_tokens: int = 0  # From a server that returns no ids.
 
     @property
     def prompt_tokens(self) -> int:
@@ -127,7 +123,7 @@ class Completion(ReplyHeader, frozen=True, kw_only=True):
 
 
 class MessageDelta(SampledTokens, frozen=True, kw_only=True):
-    """New text and tokens of one choice, not aligned, because text may be held back."""
+    """Text and tokens are not aligned, because text may be held back."""
 
     index: int
     content: str = ""  # Text that can no longer change.
@@ -135,7 +131,7 @@ class MessageDelta(SampledTokens, frozen=True, kw_only=True):
 
 
 class EventStream(ABC):
-    """Each method returns the bytes to send now."""
+    """Methods return the bytes to send now."""
 
     @abstractmethod
     def start(self) -> bytes: ...
@@ -145,7 +141,7 @@ class EventStream(ABC):
 
     @abstractmethod
     def finish(self, completion: Completion) -> bytes:
-        """Called after the last `delta`, once the calls are recorded."""
+        """Called once the calls are recorded."""
 
     @abstractmethod
     def failure(self, error: GatewayError) -> bytes: ...
@@ -155,7 +151,7 @@ CallT = TypeVar("CallT", bound=ModelCall)
 
 
 class Dialect(ABC, Generic[CallT]):
-    """A wire format. A subclass's docstring is the API documentation of its route."""
+    """A subclass's docstring is the API documentation of its route."""
 
     path: ClassVar[str]
 
@@ -198,8 +194,6 @@ class Dialect(ABC, Generic[CallT]):
 
 
 class TokenCounter(Dialect[CallT]):
-    """Has a second route that counts a prompt's tokens."""
-
     count_path: ClassVar[str]
 
     @abstractmethod
@@ -211,12 +205,12 @@ class TokenCounter(Dialect[CallT]):
 
 
 def within_limits(call: CallT) -> CallT:
-    """Raise GatewayError 400 beyond a limit of every wire format."""
+    """Raises GatewayError 400."""
     limits.MODEL_CHARS.check(len(call.model))
     limits.PREVIOUS.check(len(call.previous or ""))
     limits.MESSAGES.check(len(call.messages))
     for index, message in enumerate(call.messages):
-        if len(message) > 2:  # Other keys than role and content.
+        if len(message) > 2:
             _check_message(message, index)
     for stop in call.stop:
         limits.STOP_CHARS.check(len(stop))
@@ -260,7 +254,7 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 def reasoning_tokens(tokenizer: LightTokenizer, choice: Choice) -> int:
-    """Count the sampled reasoning ids, with markers; 0 for formats with another end marker."""
+    """Count the reasoning ids, with markers; 0 for formats with another end marker."""
     marker = tokenizer.convert_tokens_to_ids(THINK_END)
     if marker is None or not choice.message.get("reasoning_content"):
         return 0

@@ -1,4 +1,4 @@
-"""Shared parts of OpenAI's formats: errors, request fields, logprobs, usage, stream chunks."""
+"""Shared parts of OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -97,7 +97,6 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
-    # Each prompt counts once, regardless of its choices.
     prompt_tokens = sum(map(len, call.prompts)) // 4 or completion.prompt_tokens
     completion_tokens = sum(choice.num_tokens for choice in completion.choices)
     return {
@@ -108,7 +107,7 @@ def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
 
 
 def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
-    # Unknown before sampling, and negative without a version.
+    # Unknown before sampling.
     version = header.policy_version if isinstance(header, Completion) else -1
     return {
         "id": f"{prefix}-{header.call_id}",
@@ -149,10 +148,7 @@ class ChunkStream(EventStream):
 def logprob_entries(
     tokenizer: LightTokenizer, call: ModelCall, tokens: SampledTokens
 ) -> list[dict[str, Any]]:
-    """Return an entry per sampled id, including the stop token.
-
-    Our `token_id` is always there, because several ids may have the same text.
-    """
+    """Includes the stop token. Our `token_id` is needed because several ids may have the same text."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {

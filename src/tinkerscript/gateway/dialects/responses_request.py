@@ -4,9 +4,9 @@
 Outside episodes, a model keeps the latest responses in memory unless `store` is false. As with OpenAI,
 instructions do not carry over, and tools must be sent again.
 
-The items of a response, sent back unchanged, become the one message that was sampled, with or without its
-reasoning. Consecutive items belong to one message while they keep a reply's order (reasoning, text, calls)
-and no id contradicts that.
+A response's items, sent back with or without reasoning, become the one message that was sampled. Consecutive
+items belong to one message while they keep a reply's order (reasoning, text, calls) and no id contradicts
+that.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -115,7 +115,7 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    # Ignored: arguments stay as the model sampled them.
+    # Arguments stay as the model sampled them.
     strict: bool = False
     allowed_callers: Annotated[Any, Unsupported(["direct"])] = None
     defer_loading: Annotated[Any, Unsupported(False)] = None
@@ -154,7 +154,7 @@ def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
 
 
 def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """The model's name for a tool -> its namespace and name."""
+    """By the model's name for a tool."""
     return {
         namespaced(space["name"], tool["name"]): (space["name"], tool["name"])
         for space in tools
@@ -168,7 +168,6 @@ def namespaced(namespace: str, name: str) -> str:
 
 
 def _tools_of(space: _Namespace, where: str) -> Iterable[Tool]:
-    # The model sees one description per tool.
     for index, inner in enumerate(space.tools):
         function = _tool(inner, f"{where}.tools[{index}]")["function"]
         described = [text for text in (space.description, function.get("description")) if text]
@@ -288,9 +287,8 @@ class ResponsesCall(ModelCall, frozen=True, kw_only=True):
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {**ModelCall.FIELD_NAMES, "json_schema": "text.format"}
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    # By the model's name for the tool.
     namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
-    encrypted_reasoning: bool = False  # Reasoning items repeat their text in `encrypted_content`.
+    encrypted_reasoning: bool = False  # Repeats reasoning in `encrypted_content`.
 
 
 class _Format(Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):

@@ -1,7 +1,4 @@
-"""Parse requests strictly into typed structs, with errors that name the field.
-
-A null field counts as not set.
-"""
+"""Parse requests strictly into typed structs, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -128,7 +125,7 @@ def unsupported_content(kind: object, where: str, reason: str = ONLY_TEXT) -> Ga
 
 
 def required_tools(names: Sequence[str] | None, tools: Sequence[Tool]) -> list[str]:
-    """Return the tools of which one must be called. Raises GatewayError 400."""
+    """Raises GatewayError 400."""
     known = [tool["function"]["name"] for tool in tools]
     names = known if names is None else names
     for name in names:

@@ -1,7 +1,4 @@
-"""`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config.
-
-Every sampler is probed before use, and a request that cannot be honored fully is refused.
-"""
+"""`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class RemoteSampler(Sampler):
     server: VllmServer
     facts: ServerFacts  # Without a `weight_version`, the server is not asked again.
     timeout_s: float = 300.0
-    cache_salt: str = ""  # Requests with different salts never share the server's prefix cache.
+    cache_salt: str = ""  # Different salts never share the server's prefix cache.
     # Finds stop strings that earlier weights began. None if samples cannot be cut.
     text: Callable[[list[int]], str] | None = None
 
@@ -54,7 +51,6 @@ class RemoteSampler(Sampler):
         self._is_cut = asyncio.Event()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Reports no progress."""
         refuse_unsupported(
             request,
             "an inference server",
@@ -92,7 +88,7 @@ class RemoteSampler(Sampler):
         return replace(self, text=None)
 
     def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:
-        # The server only finds stop strings that begin after the earlier part of the reply.
+        # The server finds only stop strings that begin after the earlier part of the reply.
         text, stops = self.text, request.stop
         if not (text and stops and request.sampled):
             return None
@@ -156,7 +152,7 @@ def _sequence(sample: ServerSample, top: int) -> SampledSequence:
 
 
 def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, float]]:
-    # A server may add the sampled token to the requested ones.
+    # A server may add the sampled token.
     return sorted(logprobs.items(), key=lambda pair: -pair[1])[:number]
 
 
@@ -186,7 +182,7 @@ def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, tim
 async def examine(
     server: VllmServer, config: InferenceConfig, model_folder: Path, *, rescore: bool = True
 ) -> ServerFacts:
-    """Wait for the server, choose its model, and probe it. Raises ConfigError."""
+    """Raises ConfigError."""
     renderer = ChatRenderer(model_folder)
     description = await _description(server, config.start_timeout_s)
     model = _choose_model(description, config, server)
@@ -224,7 +220,7 @@ def _choose_model(description: ServerDescription, config: InferenceConfig, serve
 
 
 def api_key(variable: str, environ: Mapping[str, str]) -> str:
-    """Raises ConfigError for a variable that is not set."""
+    """Raises ConfigError for an unset variable."""
     if not variable:
         return ""
     key = environ.get(variable, "").strip()

@@ -1,7 +1,7 @@
 """Endpoints of a claim: claim, end, abort, can continue, heartbeat, and transcript.
 
-Invariants: nothing is answered before it is committed, and a refusal's status tells the client what to do
-(`asgi.Refusals`). Claiming requires the client role, the rest the claim's key. Transcripts are not parsed.
+Nothing is answered before it is committed, and a refusal's status shows the client how to react
+(`asgi.Refusals`). Transcripts are not parsed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tinkerscript.server.interchange import Interchange
 
 TRANSCRIPT_PATH = "/record_transcript"
 
-# Bytes of transcripts being received at once; further clients must try again.
+# Bytes of transcripts received at once; further clients must try again.
 MAX_READING_BYTES = 64 * 2**20
 
 _TRANSCRIPT_BODY: dict[str, Any] = {
@@ -72,8 +72,6 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeRoutes:
-    """The routes of rollout programs. All are fast routes."""
-
     def __init__(
         self,
         *,
@@ -86,7 +84,6 @@ class EpisodeRoutes:
         gateway_ports: Sequence[int] = (),
         run: str = "",
     ) -> None:
-        """`gateway_ports`: of the gateway processes. `run`: name of the run."""
         self._interchange = interchange
         self._book = interchange.book
         self._ledger = ledger
@@ -140,7 +137,7 @@ class EpisodeRoutes:
             )
         first, *rest = claims
         more = [EpisodeClaim.model_construct(**claim) for claim in rest]
-        # Faster than `model_construct`, which looks every field up.
+        # Faster than `model_construct`.
         return _CLAIMED.model_copy(update={**first, "more": more})
 
     async def await_run_end(self, body: AwaitRunEndRequest, request: Request) -> AwaitRunEndResponse:
@@ -163,8 +160,7 @@ class EpisodeRoutes:
     async def _readable(
         self, claims: list[Claim], body: ClaimEpisodeRequest, request: Request
     ) -> list[dict[str, Any]] | str:
-        """An episode that cannot be sent fails, with the reason. Returns the `fail_cause` if no claim is
-        left."""
+        """Fail episodes that cannot be sent. Returns the `fail_cause` if no claim is left."""
         url, readable = self._base_url(request), list[dict[str, Any]]()
         for claim in claims:
             try:
@@ -237,7 +233,7 @@ class EpisodeRoutes:
             await asyncio.gather(claiming, gone, return_exceptions=True)
 
     async def _claim_of(self, request: Request, episode_uuid: str = "") -> ClaimId:
-        """The claim of a request's key. Loads its episode into the book."""
+        """Also loads the claim's episode into the book."""
         claim = self._keys.claim_of(request.scope, episode_uuid)
         if claim.episode_uuid not in self._book:
             await self._interchange.recall([claim.episode_uuid])
@@ -339,8 +335,7 @@ class EpisodeRoutes:
         )
 
     async def record_transcript(self, request: Request) -> SuccessResponse:
-        """Store the transcript of a claim that has not ended, replacing an earlier one. People can read it
-        on the run's page; it does not train."""
+        """Store the transcript of a claim that has not ended, replacing an earlier one, for the page."""
         claim = await self._claim_of(request)
         self._book.held(*claim)
         length = self._transcript_length(request)
@@ -390,7 +385,7 @@ def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
 
 
 def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collection[str]) -> float:
-    """Raises HTTPException 422, naming the field."""
+    """Raises HTTPException 422."""
     for role in output.role_rewards.keys() - {POLICY, *trained_roles}:
         raise HTTPException(
             422,

@@ -1,8 +1,8 @@
 """Endpoints that register episodes: one with its copies, or many at once.
 
-Invariants: nothing is answered before it is committed, and repeating a registration has no effect. The
-admin registers anywhere, a client into its own pool. Groups in a client's pool are named `POOL/...`, and
-pool names have no slash, so groups cannot collide.
+Nothing is answered before it is committed, and repeating a registration has no effect. The admin registers
+anywhere, a client into its own pool. Groups in a client's pool are named `POOL/...`, and pool names have no
+slash, so groups cannot collide.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class RegistrationRoutes:
         return router
 
     async def register_episode(self, body: RegisterEpisodeRequest, request: Request) -> SuccessResponse:
-        """Register an episode or several copies: a client into its own pool, within its quota; the admin
-        into any pool."""
+        """Register an episode or several copies: a client into its own pool, the admin into any."""
         account, is_admin = self._registering(request)
         new = _new_episode(body)
         await self._interchange.recall(new.uuids)
@@ -52,8 +51,7 @@ class RegistrationRoutes:
     async def register_episodes(
         self, body: RegisterEpisodesRequest, request: Request
     ) -> RegisterEpisodesResponse:
-        """Register many episodes with one commit. Each is registered with all its copies, or refused
-        independently."""
+        """Register many episodes with one commit. Each is registered or refused independently."""
         account, is_admin = self._registering(request)
         registered, refused, waits = list[str](), dict[str, str](), 0
         new_episodes = [_new_episode(each) for each in body.episodes]

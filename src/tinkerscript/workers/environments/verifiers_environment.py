@@ -1,8 +1,8 @@
 """`verifiers:ENV` is an environment of verifiers 0.4. Each episode is a slot of an `Env` in its `serving()`.
 
-verifiers keeps a model client for each endpoint and key. Therefore all episodes share one endpoint, a
-`ModelRelay`, which knows each claim by the ids of the episode's traces. verifiers' `null` harness starts a
-Python program for every turn, which takes a second; `SharedChatHarness` runs the same source as a coroutine.
+verifiers keeps a model client for each endpoint and key, so all episodes share one endpoint, a `ModelRelay`,
+which knows each claim by the ids of the episode's traces. verifiers' `null` harness starts a Python program
+for every turn, which takes a second; `SharedChatHarness` runs the same source as a coroutine.
 """
 
 # Types are checked without verifiers.
@@ -228,7 +228,7 @@ _arguments: ContextVar[argparse.Namespace] = ContextVar("arguments of the chat p
 
 
 class SharedChatHarness(NullHarness):
-    """The `null` harness without a separate process. It uses the `subprocess` runtime's folder."""
+    """The `null` harness without a separate process, in the `subprocess` runtime's folder."""
 
     async def setup(self, runtime: Runtime) -> None:
         if not isinstance(runtime, SubprocessRuntime):
