@@ -213,7 +213,7 @@ def _sampled(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
     for name, role in config.episode_roles.items():
         if role.kind == "outside":
             continue
-        # Otherwise the role has the policy's tokenizer.
+        # Such roles use the policy's tokenizer.
         is_same = role.kind == "trained" or role.base_url or not role.model
         own = folder if is_same else model_folder(role.model)
         kwargs = config.engine.chat_template_kwargs if own == folder else None

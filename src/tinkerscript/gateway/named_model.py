@@ -45,7 +45,7 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 # `uuid4` would cost a system call per id.
 _IDS = random.Random()
 
-UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # Not the call's failure.
+UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # A lost claim or a busy engine is not the call's fault.
 LONG_BODY = 2**18  # Parsing takes 0.5 ms from here on, so a thread does it.
 
 # A small file may hold many pixels; decoding must not delay other requests.

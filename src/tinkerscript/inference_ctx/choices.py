@@ -35,7 +35,7 @@ SOURCES: tuple[IdsSource, ...] = ("token_ids", "logprobs_token_id", "token_id_te
 `token: "token_id:123"` (vLLM), and vocabulary pieces as token texts.
 """
 
-# Any other finish reason (`abort`, `content_filter`) means an incomplete or changed reply.
+# Other finish reasons (`abort`, `content_filter`) mean an incomplete or changed reply.
 _STOP_REASONS: dict[str, StopReason] = {
     "stop": "stop",
     "tool_calls": "stop",
@@ -138,7 +138,7 @@ def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntAr
 
 
 def _logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
-    """float32 [R], or None. Raises AlignmentError for values that are not the logarithm of a probability."""
+    """float32 [R]. Raises AlignmentError for values that are not the logarithm of a probability."""
     logprobs = _section(choice, "logprobs")
     if logprobs.get("content"):
         values = [entry.get("logprob") for entry in logprobs["content"]]
@@ -167,7 +167,7 @@ def _constrained(choice: Mapping[str, Any], response: Mapping[str, Any], number:
 
 
 def _reported_ids(choice: Mapping[str, Any]) -> tuple[IntArray, IdsSource] | None:
-    """Ids of the first source that has any. Raises AlignmentError if two sources disagree."""
+    """Raises AlignmentError if two sources disagree."""
     logprobs = _section(choice, "logprobs")
     entries = [entry.get("token_id") for entry in logprobs.get("content") or ()]
     named = [entry for entry in entries if entry is not None]

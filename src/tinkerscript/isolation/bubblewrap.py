@@ -4,8 +4,8 @@ The root is a private folder with this machine's programs mounted read-only. Pro
 interface, but no terminal, capabilities or view of other processes. Control groups (version 1 or 2) limit
 memory and processes where possible, otherwise setrlimit limits each process.
 
-When `stop` returns, or the process that started the sandbox ends, even by SIGKILL, every process of the
-sandbox has ended. Its files are removed too in the latter case. A limit that cannot be enforced is refused.
+`stop` ends every process of the sandbox, and so does the end of the process that started it, even by SIGKILL,
+which also removes the files. A limit that cannot be enforced is refused.
 
 Sources: https://github.com/containers/bubblewrap, namespaces(7), nsenter(1), cgroups(7), getrlimit(2),
 https://docs.kernel.org/admin-guide/cgroup-v2.html
@@ -72,7 +72,7 @@ class LimitedProcesses:
                 )
             each |= {"data": limits.memory_mb and limits.memory_mb * 2**20, "nproc": limits.processes}
         options = [f"--{name}={value}" for name, value in each.items() if value]
-        # Outside, the limit would count all of the user's processes: it is per user namespace.
+        # It is per user namespace: outside, it would count all of the user's processes.
         self.inside = ["/usr/bin/prlimit", *options] if options else []
 
     @property
@@ -129,7 +129,7 @@ def group_parents() -> list[Path]:
 
 
 def _parent_of(controller: str) -> tuple[Path | None, str]:
-    """Return the group below which this process may limit `controller`, and the limit's file."""
+    """Also returns the limit's file."""
     for number, controllers, path in _own_groups():
         if controller in controllers:
             file = "memory.limit_in_bytes" if controller == "memory" else "pids.max"
@@ -155,7 +155,6 @@ def _passes_on(group: Path, controller: str) -> bool:
 
 def _own_groups() -> Iterator[tuple[int, list[str], str]]:
     with suppress(FileNotFoundError):
-        # Version 2 has hierarchy 0 and names no controllers.
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
             yield int(number), controllers.split(","), path.lstrip("/")
@@ -229,14 +228,14 @@ class Bubblewrap:
     """Belongs to the event loop that starts it."""
 
     def __init__(self, limits: ResourceLimits = NO_LIMITS) -> None:
-        """Raises IsolationError if `bwrap` or `nsenter` is missing, or if a limit cannot be enforced."""
+        """Raises IsolationError if a program is missing or a limit cannot be enforced."""
         for program, package in (("bwrap", "bubblewrap"), ("nsenter", "util-linux")):
             if shutil.which(program) is None:
                 raise IsolationError(f"{program} is not installed; install it: apt-get install {package}")
         # `/` inside. Do not follow its links, which the sandbox's programs can make.
         self.root = Path(tempfile.mkdtemp(dir=_folder_of_this_process()))
         self._process: asyncio.subprocess.Process | None = None
-        # A pidfd of the sandbox's first process; all others end with it.
+        # A pidfd of the first process; all others end with it.
         self._init = -1
         self._init_pid = 0
         # The owning user namespace, through which this user may enter the others.
@@ -304,7 +303,7 @@ class Bubblewrap:
         ]
 
     async def listen(self, port: int) -> socket.socket:
-        """Listen on the sandbox's loopback interface; this process accepts."""
+        """This process accepts the sandbox's connections."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             process = await asyncio.create_subprocess_exec(

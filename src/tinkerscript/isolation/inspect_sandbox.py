@@ -124,7 +124,7 @@ class BubblewrapSandbox(SandboxEnvironment):
     async def sample_init(
         cls, task_name: str, config: SandboxEnvironmentConfigType | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
-        """Raises IsolationError if a sandbox with these settings cannot be made here."""
+        """Raises IsolationError."""
         settings = settings_of(config)
         bubblewrap = Bubblewrap(settings)
         try:
@@ -175,7 +175,7 @@ class BubblewrapSandbox(SandboxEnvironment):
             concurrency=concurrency,
         )
         if result.returncode < 0:
-            # As a shell reports a death by signal.
+            # As a shell reports it.
             result.returncode = 128 - result.returncode
         if timeout is not None and result.returncode in _TIMED_OUT and time.monotonic() - started >= timeout:
             raise TimeoutError(f"the command took longer than {timeout} s and was ended")

@@ -37,7 +37,7 @@ CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'"
 )
-"""Allows nothing from other hosts and no scripts but ours."""
+"""Nothing from other hosts and no scripts but ours."""
 
 HEADERS = {
     "content-security-policy": CONTENT_POLICY,

@@ -1,7 +1,4 @@
-"""Metric curves, config differences between runs, and token alignment over time.
-
-A curve has a bounded number of points, each the mean, minimum and maximum of a span.
-"""
+"""Metric curves, config differences between runs, and token alignment over time."""
 
 from __future__ import annotations
 
@@ -87,7 +84,7 @@ def curves(ledger: LedgerReader, names: Iterable[str], *, points: int = 400) -> 
 
 
 def config_differences(configs: Mapping[str, Mapping[str, Any]]) -> list[ConfigDifference]:
-    """Return settings that differ between runs, or a single run's from the defaults."""
+    """A single run is compared with the defaults."""
     if len(configs) == 1:
         configs = {"default": RunConfig().model_dump(mode="json"), **configs}
     flat = {run: dict(_flat(config)) for run, config in configs.items()}
@@ -155,7 +152,7 @@ def alignment_view(ledger: LedgerReader) -> AlignmentView:
 
 
 def found_in(ledger: LedgerReader, kind: str, name: str) -> FindingPage:
-    """Return the newest findings. Raises NotRecordedError without any."""
+    """Raises NotRecordedError."""
     query = (
         "SELECT step, detail, count, episode FROM findings WHERE kind = ? AND name = ? AND undone = 0 "
         f"ORDER BY number DESC LIMIT {MAX_ROWS}"

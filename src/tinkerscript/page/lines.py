@@ -131,7 +131,7 @@ class EpisodePage(BaseModel):
 
 
 def episodes(ledger: LedgerReader, rest: str, parameters: Sequence[Any] = ()) -> list[Episode]:
-    """Return ended episodes. `rest` continues the WHERE clause."""
+    """`rest` continues the WHERE clause."""
     found = [
         dict(row)
         for row in ledger.rows(f"{EPISODE_ROWS} WHERE e.end_number IS NOT NULL AND {rest}", parameters)
@@ -177,7 +177,6 @@ def lines(ledger: LedgerReader, rest: str, parameters: Sequence[Any], *, limit: 
 
 
 def preview(ledger: LedgerReader, episode: Episode) -> str:
-    """Return the last reply's beginning, or why the episode failed."""
     if episode["state"] != "ended":
         found = ledger.row(_LAST_FAILURE, (episode["sequence"],))
         failure: dict[str, Any] = json.loads(found[0]) if found else {}
@@ -346,7 +345,7 @@ def parse(text: str) -> Query:
 
 
 def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
-    """Return the newest matches. Raises NotRecordedError for a malformed query."""
+    """Newest first. Raises NotRecordedError for a malformed query."""
     query = parse(text)
     if named := lines(ledger, "e.uuid = ?", (text.strip(),), limit=1):
         return SearchPage(episodes=named, next=None)

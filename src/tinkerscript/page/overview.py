@@ -1,7 +1,4 @@
-"""The first screen of a run, and the list of runs.
-
-Nothing here reads all episodes. All streams of a run share one ledger poll per second (`RunEvents`).
-"""
+"""The first screen of a run, and the list of runs. Nothing here reads all episodes."""
 
 from __future__ import annotations
 
@@ -163,7 +160,7 @@ def _tasks(ledger: LedgerReader) -> list[str]:
 
 
 def _learning_rate(ledger: LedgerReader) -> float | None:
-    # The trainer may have chosen the rate.
+    # The trainer may have chosen it.
     section = "sft" if ledger.config.get("method") == "sft" else "training"
     said = ledger.setting(section, "learning_rate")
     return said if isinstance(said, float) and said else newest_value(ledger, "train/learning_rate")
@@ -203,7 +200,7 @@ def _waiting(status: dict[str, Any]) -> CurrentWait | None:
 
 
 def state(status: dict[str, Any]) -> State:
-    """Return the last report, or "stopped" if the trainer is gone."""
+    """ "stopped" if the trainer is gone."""
     said: State = status.get("state", "stopped")
     if said == "running" and "process" in status and ProcessId(*status["process"]).is_gone():
         return "stopped"
@@ -211,7 +208,7 @@ def state(status: dict[str, Any]) -> State:
 
 
 def evaluations(ledger: LedgerReader, *, newest: int | None = None) -> list[Evaluation]:
-    """Return all evaluations, or the first and the `newest` ones."""
+    """All, or the first and the `newest` ones."""
     columns = "label, step, time, policy_version, score, accepted, failed"
     query = f"SELECT {columns} FROM evaluations WHERE undone = 0 ORDER BY step, time"
     rows = ledger.rows(query)
@@ -249,7 +246,6 @@ def _failures(ledger: LedgerReader) -> list[FailureCount]:
 
 
 def _example(ledger: LedgerReader, kind: str) -> EpisodeLine | None:
-    # Failed episodes have their own index.
     found = lines(ledger, "e.state = 'failed' AND e.failure = ? ORDER BY e.end_number DESC", (kind,), limit=1)
     return found[0] if found else None
 

@@ -1,7 +1,7 @@
 """`Runs` are the runs that a page shows, with the servers of those in progress.
 
-However many people watch, a server is asked once a second. We only ask this user's servers on this machine: a
-foreign run folder could name any address, which would receive the admin token.
+We only ask this user's servers on this machine: a foreign run folder could name any address, which would
+receive the admin token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOOK_AGAIN_S = 2.0
 
 
 class Runs:
-    """The run in a folder, or the runs below it. Thread-safe."""
+    """In a folder, or below it. Thread-safe."""
 
     def __init__(self, root: Path, admin_token: str | None = None) -> None:
         self.root = root

@@ -1,8 +1,7 @@
 """`SearchIndex` finds a run's episodes by words, with SQLite's full-text search.
 
 Searches build `search.sqlite` next to the ledger, newest episodes first, or a temporary file in a read-only
-folder. It can be deleted at any time. A search indexes briefly and reports how far back it reached. We write
-through no link, because a foreign folder may have anything in the file's place.
+folder. We write through no link, because a foreign folder may have anything in the file's place.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CHUNK = 200
 MAX_INDEXED_CHARS = 65_536
 
 BAD_CALLS = NotRecordedError, ValueError, RecursionError
-"""Errors of calls that no gateway wrote. Lists and searches skip them."""
+"""They skip calls that no gateway wrote."""
 
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -102,7 +101,7 @@ class SearchIndex:
             return max(low, first)
 
     def find(self, words: list[str], first: int, last: int, limit: int) -> list[int]:
-        """Return the newest episodes that contain all words. Raises NotRecordedError."""
+        """Newest first. Raises NotRecordedError."""
         match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
         with self._at_work, _readable_errors(f"the search {match}"):
             return [number for (number,) in self._connection.execute(_MATCHES, (match, first, last, limit))]

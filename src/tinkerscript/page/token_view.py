@@ -1,4 +1,4 @@
-"""The tokens of a training sequence, with the sampler's and the trainer's numbers."""
+"""A training sequence's tokens with their numbers."""
 
 from __future__ import annotations
 

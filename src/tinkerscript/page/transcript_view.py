@@ -65,7 +65,7 @@ class Pool(msgspec.Struct):
 
 
 class Transcript(msgspec.Struct):
-    """The part of Inspect's `EvalSample` that we read. Events are decoded when shown."""
+    """The part of Inspect's `EvalSample` that we read; events are decoded when shown."""
 
     events: list[msgspec.Raw] = []
     events_data: Pool | None = None
@@ -89,7 +89,7 @@ _read_place = msgspec.json.Decoder(_Place).decode
 def transcript_view(
     ledger: LedgerReader, uuid: str, *, attempt: int | None = None, offset: int = 0
 ) -> TranscriptView:
-    """Return a page of events, by default of the last attempt. Raises NotRecordedError."""
+    """By default of the last attempt. Raises NotRecordedError."""
     number, attempts, attempt = _find_transcript(ledger, uuid, attempt)
     text = ledger.transcript(number, attempt)
     with _one_at_a_time:

@@ -1,7 +1,6 @@
 """The page as an ASGI app: files, API and server-sent events.
 
-It only reads, except for explicit actions, which are logged in the run's audit log (deletions in the parent
-folder's).
+Actions are logged in the run's audit log, deletions in the parent folder's.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class InterchangeServer:
     engine: EngineRoutes
     sampler: LinkSampler
     remote_sampler: RemoteSampler | None
-    """Replaces the engine, if the config names an inference server."""
+    """If the config names an inference server, it replaces the engine."""
 
     outside: Sequence[OutsideServer]
     gateways: GatewayProcesses | None
@@ -118,8 +118,8 @@ async def create_server(
     """Assemble the server of a run folder, with the episodes in `ledger`. Binds nothing yet.
 
     `serve_model`: the client token is the model's API key. `environ`: tokens of `interchange_server.clients`.
-    `outside` answers for roles. `listeners`: sockets of gateway processes, if any. `epoch`: from
-    `ledger.lead`. Raises ConfigError and StoreError.
+    `outside` answers for roles. `listeners`: for gateway processes. `epoch`: from `ledger.lead`. Raises
+    ConfigError and StoreError.
     """
     section, times, totals = config.interchange_server, times or LinkTimes(), totals or Totals()
     book = EpisodeBook(

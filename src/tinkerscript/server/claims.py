@@ -1,8 +1,4 @@
-"""The gateway's `ClaimBook`s: `LeasedClaims` for a run's episodes, `ServedModel` for a model that only
-serves.
-
-A claim does not expire during a call or exceed its limits, and calls are recorded before they are answered.
-"""
+"""The gateway's `ClaimBook`s: `LeasedClaims` for episodes, `ServedModel` for a model that only serves."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ def gateway_path(number: int) -> str:
 class ServedModel(ClaimBook):
     """A model with one key for all callers (None: any key), which does not train.
 
-    Calls are counted, not recorded; the latest stored ones stay in memory, each for its key.
+    Calls are counted, not recorded; the latest stored calls stay in memory, each for its key.
     """
 
     def __init__(
@@ -113,7 +109,9 @@ class _Usage:
 
 
 class LeasedClaims(ClaimBook):
-    """Opens keys derived from this server's secret, while their claims hold the lease."""
+    """A claim does not expire during a call or exceed its limits, and calls are recorded before they are
+    answered.
+    """
 
     def __init__(
         self,
@@ -126,9 +124,7 @@ class LeasedClaims(ClaimBook):
         max_tokens: int,
         gateways: int = 0,
     ) -> None:
-        """Limits are per claim: recorded choices and sampled tokens. `gateways`: number of processes that
-        serve claims, if not this one.
-        """
+        """`gateways`: number of processes that serve claims; 0: this process does."""
         self._gateways = gateways
         self._book = book
         self._ledger = ledger
@@ -215,7 +211,7 @@ class LeasedClaims(ClaimBook):
         return usage.oldest_version
 
     def _granted(self, usage: _Usage, number: int, max_tokens: int) -> int:
-        """Limit `max_tokens` to what the claim has left for each of `number` samples.
+        """Limit `max_tokens` to the claim's rest for each of `number` samples.
 
         Raises GatewayError 403 `claim_limit_exceeded`, or 429 while running calls reserve the rest.
         """
@@ -243,7 +239,7 @@ class LeasedClaims(ClaimBook):
 
 
 def _check_bytes(usage: _Usage, number: int) -> None:
-    """Raise GatewayError 403 beyond the limit, or 429 if running calls may need the bytes."""
+    """Raises GatewayError 403 beyond the limit, or 429 if running calls may need the bytes."""
     limit = RECORDED_BYTES.limit
     if usage.bytes + number > limit:
         raise RECORDED_BYTES.refusal(usage.bytes + number)

@@ -1,11 +1,9 @@
-"""`Clients`: what each client did recently, which must slow down, and what clients with their own token may
-hold.
+"""`Clients`: what each client did recently, which must slow down, and how much each token may hold.
 
 A broken client fails at once and claims again, using up many episodes' attempts. After `MIN_FAILURES`
 failures in a row it gets one episode per second, and for `QUARANTINE_S` none, once the others' success rate
 cannot explain its failures. A client with its own token is `NAME/CLIENT_UUID`, and is also tracked as
-`NAME/`, so a new uuid does not help it. If everyone fails, no client is quarantined, and the run ends by
-itself (`NoSuccessError`).
+`NAME/`, so a new uuid does not help it. If everyone fails, the run ends by itself (`NoSuccessError`).
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from tinkerscript.errors import QuotaError, UnauthorizedError
 from tinkerscript.protocol import TRAINER_POOL
 from tinkerscript.server.episodes.record import EpisodeRecord
 
-# A row of failures less likely than this, at the others' success rate, means quarantine.
+# A less likely row of failures, at the others' success rate, means quarantine.
 CHANCE = 1e-6
 MIN_FAILURES = 8
 PACE_S = 1.0
 QUARANTINE_S = 600.0
 
 MAX_CLIENTS = 10_000
-MIN_AGE_S = 5.0  # Shorter periods make a first result look fast.
+MIN_AGE_S = 5.0  # Otherwise a first result looks fast.
 MESSAGE_CHARS = 300
 POLLING_S = 35.0  # A live worker's long polls last 30 s.
 SHUTDOWN_S = 2.5  # For clients to learn of the run's end.
@@ -50,11 +48,11 @@ class ClientRecord:
     ended: int = 0
     failed: int = 0
     failures: int = 0
-    """Failures in a row; the next three fields concern these."""
+    """In a row; the next three fields concern these."""
 
     succeeded_before: int = 0
     failed_before: int = 0
-    """Attempts that all clients had ended before the first."""
+    """Attempts that all clients had ended before."""
 
     message: str = ""
     next_claim: float = -math.inf
@@ -72,7 +70,7 @@ class Clients:
     def __init__(
         self, clock: Callable[[], float], max_claims: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """`max_claims`: limits of clients with their own token, by name."""
+        """`max_claims`: limits by token name."""
         self._clock = clock
         self._max_claims = max_claims
         self._held: Counter[str] = Counter()
@@ -85,7 +83,7 @@ class Clients:
 
         self._succeeded = self._failed = 0
         self.own_prefix = ""
-        """The trainer's own workers are never quarantined: their failures are the run's."""
+        """Our own workers are never quarantined: their failures are the run's."""
 
     def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
         claimed = (episode.client_uuid for episode in episodes if episode.state == "claimed")
@@ -110,7 +108,7 @@ class Clients:
         return client_uuid
 
     def check_pool(self, account: str, pool: str) -> None:
-        """Raise UnauthorizedError 403 unless the pool is the trainer's or the account's."""
+        """Raises UnauthorizedError 403 unless the pool is the trainer's or the account's."""
         if account and pool not in (TRAINER_POOL, account):
             raise UnauthorizedError(
                 403, f"client {account!r} may use the trainer's pool and its own, not {pool!r}"
@@ -121,7 +119,7 @@ class Clients:
         return max(0, self._max_claims[name] - self._held[name]) if name else math.inf
 
     def check_waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> None:
-        """Raise QuotaError if the client's token allows no more waiting requests."""
+        """Raises QuotaError."""
         name = self.account(client)
         held = self._held[name] if what == "an episode" else 0
         if name and held + self._waiting[name, what] >= self._max_claims[name]:
@@ -238,7 +236,6 @@ class Clients:
         return self._records.get(name)
 
     def per_minute(self, record: ClientRecord) -> float:
-        """Counts attempts since the client was first seen."""
         age_s = max(MIN_AGE_S, self._clock() - record.first_seen)
         return (record.ended + record.failed) * 60 / age_s
 
@@ -255,7 +252,7 @@ class Clients:
 
 
 class RunEnd:
-    """Whether the run is finished, and which clients do not know it yet."""
+    """Whether the run is finished, and which clients do not know it."""
 
     def __init__(self, clients: Clients, *, shutdown_s: float = SHUTDOWN_S) -> None:
         self._clients = clients
@@ -282,7 +279,6 @@ class RunEnd:
             self._wake()
 
     async def wait(self, client: str, wait_s: float) -> bool:
-        """Return whether the run is finished."""
         self._clients.seen(client)
         try:
             async with asyncio.timeout(wait_s):

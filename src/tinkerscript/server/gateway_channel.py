@@ -1,8 +1,7 @@
 """Messages between the server and a gateway process, over a Unix socket pair.
 
-`RemoteClaims`, in the process, asks about claims; `ClaimService`, in the server, answers. A frame is its
-length (4 bytes, big-endian) and a msgpack list of one event-loop iteration's messages. Messages arrive once
-and in order, or the channel closes and the process ends. Its running calls end with it.
+A frame is its length (4 bytes, big-endian) and a msgpack list of one event-loop iteration's messages.
+Messages arrive once and in order, or the channel closes and the process ends, with its running calls.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ class ForgetClaim(Tagged, frozen=True):
 
 
 class StopServing(Tagged, frozen=True):
-    """Finish the running requests, and exit."""
+    pass
 
 
 ToGateway = Setup | Answer | AskRefused | ForgetClaim | StopServing | Sampled | SampleProgress | SampleFailed
@@ -146,7 +145,6 @@ class Channel(asyncio.Protocol):
         del self._buffer[:start]
 
     def send(self, message: Tagged) -> None:
-        """Sends all of an event-loop iteration's messages together."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)

@@ -1,7 +1,7 @@
 """A gateway process (`tinkerscript gateway`), which the server starts.
 
-It answers its claims' model calls on its own port, and holds their conversations. The server's ledger has
-everything that it knows, so it can die at any time.
+It answers its claims' model calls on its own port. The server's ledger has everything that it knows, so it
+can die at any time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GatewayProcess:
         self._claims = RemoteClaims(self._channel.send)
 
     async def run(self, channel: socket.socket, listener: socket.socket) -> None:
-        """Raises ConfigError for an unusable config or inference server."""
+        """Raises ConfigError."""
         loop = asyncio.get_running_loop()
         self._setup = loop.create_future()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)

@@ -51,7 +51,7 @@ from tinkerscript.server.episodes.record import (
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
 
-ROLLING: EngineStatus = "ENGINE.ROLLING"  # Otherwise no episodes are handed out.
+ROLLING: EngineStatus = "ENGINE.ROLLING"
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class Interchange:
             self.book.recall(await _with_attempts(self._ledger, rows[start : start + PAGE]))
 
     async def run(self) -> None:
-        """Expire leases. Raises StoreError when a commit fails."""
+        """Raises StoreError when a commit fails."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire_leases())
             tasks.create_task(self._ledger.failed())
@@ -170,7 +170,7 @@ class Interchange:
 
     @property
     def idle_clients(self) -> int:
-        """Clients that wait and hold no claim. Busy workers also wait, for more."""
+        """Busy workers also wait, for more."""
         return sum(not self.book.claims_held(name) for name in self._polling)
 
     @contextmanager
@@ -241,12 +241,12 @@ class Interchange:
         self.on_ended(numbers)
 
     async def commit(self) -> None:
-        """Return once all changes so far are committed. Raises StoreError."""
+        """Raises StoreError."""
         self.settle()
         await self._ledger.durable()
 
     def when_committed(self, callback: Callable[[], None]) -> None:
-        """Run `callback` after all settled changes, never before this call returns."""
+        """Never runs `callback` before this call returns."""
         self._ledger.after_commit(callback)
 
     async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
@@ -286,7 +286,7 @@ class Interchange:
                 wakeup, until = None, self._clock()
 
     def withdraw(self, request: ClaimEpisodeRequest, claims: list[Claim]) -> None:
-        """Take back claims after a disconnect, unless a request id lets the client repeat its request."""
+        """With a request id, the client repeats its request instead."""
         if request.claim_request_id:
             return
         failure = Failure(kind=CLIENT_GONE, message="the client hung up before the reply")
@@ -298,7 +298,7 @@ class Interchange:
         self.settle()
 
     def stop_client(self, client: str) -> None:
-        """Requeue the client's episodes and give it no more. `NAME/` stops an account."""
+        """Also requeues its episodes. `NAME/` stops an account."""
         self.clients.stop(client)
         for name in self.book.clients_named(client) if client.endswith("/") else (client,):
             self.book.release_client(name, "an operator has stopped the client", kind=CLIENT_STOPPED)
@@ -448,7 +448,7 @@ class Interchange:
         )
 
     def _check_pool(self, new: NewEpisode, number: int) -> None:
-        """Raise QuotaError if a client's pool has no room."""
+        """Raises QuotaError."""
         quota = self._totals.pool_episodes
         if number and self.book.counts.unfinished(new.pool) + number > quota:
             raise QuotaError(
@@ -468,7 +468,7 @@ class Interchange:
             )
 
     def sample_without_trainer(self, model: str) -> None:
-        """Hand out episodes without a trainer: an inference server samples."""
+        """An inference server samples."""
         self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)
@@ -484,7 +484,7 @@ class Interchange:
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
-        """The trainer is silent, or ended with `failure`."""
+        """Silent, or ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
@@ -521,7 +521,6 @@ class Interchange:
             self._long_polls.notify_all()
 
     async def offline(self) -> None:
-        """For one task at a time."""
         while self.engine.status != "ENGINE.OFFLINE":
             self._status_changed.clear()
             await self._status_changed.wait()
@@ -562,7 +561,7 @@ WHERE sequence > ? AND (consumed = 0 OR end_number > ?
 
 
 async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
-    """Read open episodes, and the last `kept` consumed ones without payload and result."""
+    """Consumed episodes are read without payload and result."""
     ((last_sequence, last_end),) = await ledger.read(
         "SELECT (SELECT coalesce(max(sequence), 0) FROM {s}episodes), "
         "(SELECT coalesce(max(end_number), 0) FROM {s}episodes)"
@@ -583,7 +582,7 @@ async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
 async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[EpisodeRecord]:
     among = f"({', '.join(str(row.sequence) for row in page)})"
     attempts: dict[int, list[AttemptRow]] = {}
-    # Attempt 0 is the last failure: it ended an episode that no client held.
+    # Attempt 0 is the last failure: it ended an unclaimed episode.
     last = "CASE WHEN attempt = 0 THEN 1 ELSE 0 END"
     in_order = f"WHERE episode IN {among} ORDER BY episode, {last}, attempt"
     for attempt in await ledger.rows(AttemptRow, in_order):

@@ -66,14 +66,14 @@ from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink, TrainerE
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 16  # Outcomes read from the ledger together.
+AT_ONCE = 16
 MAX_ON_THE_WAY = MAX_FRAME_BYTES  # Bytes of unconfirmed outcomes.
 LAST_COMMIT = "last_commit"
 OVERHEAD = 1024  # Bounds a message's bytes around each call, and the rest.
 
 
 class LastCommit(msgspec.Struct, frozen=True):
-    """Stored in the transaction of the commit's rows."""
+    """In the transaction of the commit's rows."""
 
     trainer: str = ""
     number: int = 0
@@ -93,7 +93,7 @@ async def resume_run(
     replay_lag: int = 0,
     plan_lag: int = 0,
 ) -> History:
-    """Resume the newest of `checkpoints`, in book and ledger; see `find_beginning` and `Resume`.
+    """Resume the newest of `checkpoints`; see `find_beginning` and `Resume`.
 
     Raises ConfigError, and changes nothing, if the ledger cannot resume from them.
     """
@@ -240,7 +240,7 @@ class TrainerMessageHandler:
         self._interchange.when_committed(lambda: self._link.send(done))
 
     def _commit(self, message: Commit) -> None:
-        """Trainers repeat unconfirmed commits; each is written once and in order."""
+        """Trainers repeat unconfirmed commits; each is written once, in order."""
         trainer, last = self._link.trainer_id, self._last_commit
         done = last.number if last.trainer == trainer else 0
         if message.number > done + 1:
@@ -272,7 +272,7 @@ class TrainerMessageHandler:
         self._link.send(await self._answered(request, work))
 
     async def _answered(self, request: Request, work: Awaitable[Answer]) -> Answer:
-        """Return why `work` failed, because trainers repeat unanswered requests forever."""
+        """Trainers repeat unanswered requests forever, so failures are answered."""
         name, is_config = type(request).__name__, False
         try:
             return await work
@@ -332,10 +332,9 @@ class TrainerMessageHandler:
 
 
 class OutcomeStream:
-    """Sends the committed, unused outcomes in order of their end numbers, with their calls.
+    """Sends the committed, unused outcomes in order of their end numbers, until the trainer has them.
 
-    An outcome is sent again until the trainer has it. An outcome too large for a message fails its episode,
-    so that it does not block the others.
+    An outcome too large for a message fails its episode, so that it does not block the others.
     """
 
     def __init__(self, interchange: Interchange, ledger: Ledger, link: ServerLink) -> None:
@@ -347,7 +346,7 @@ class OutcomeStream:
         self._waiting: deque[int] = deque()
         self._position = self._sent = 0
         self._under_way: deque[tuple[int, int]] = deque()
-        """End number and size of outcomes sent after the position."""
+        """End number and size."""
 
         self._arrived_before = -1
         """The trainer's last end number at the previous `repeat`."""
@@ -359,7 +358,7 @@ class OutcomeStream:
         interchange.on_ended = self._ended
 
     def follow(self, position: int) -> None:
-        """Send outcomes after `position`. Below 0: none yet."""
+        """Below 0: send none yet."""
         self._readings += 1
         self._follows = position >= 0
         self._position = self._sent = position
@@ -375,7 +374,6 @@ class OutcomeStream:
         self._changed.set()
 
     def repeat(self) -> None:
-        """Send again what the trainer should have by now."""
         arrived = max(self._position, self._link.position)
         if self._under_way and arrived < self._sent and arrived == self._arrived_before:
             self.follow(arrived)

@@ -51,7 +51,7 @@ def _log_drop(reason: str, detail: str, _: Tagged | None = None) -> None:
 def frames(
     messages: Iterable[Tagged], drop: Callable[[str, str, Tagged], None] = _log_drop
 ) -> Iterator[bytes]:
-    """Pack messages into frames, in order; `drop` gets unsendable ones."""
+    """In order; `drop` gets unsendable messages."""
     parts, size = list[msgspec.Raw](), 0
     for message in messages:
         try:
@@ -113,8 +113,7 @@ def set_options(socket: zmq.asyncio.Socket, address: str) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.IPV6, int("[" in address))
-    # Connections to a stopped machine stay open; the heartbeat ends them, so a trainer reaches the next
-    # server.
+    # They stay open to a stopped machine; the heartbeat ends them, so a trainer reaches the next server.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
 

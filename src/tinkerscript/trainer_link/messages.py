@@ -41,7 +41,7 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Tagged, frozen=True):
-    """Opens a connection, and repeats as the heartbeat."""
+    """Also the heartbeat."""
 
     link_version: int
     trainer_id: str
@@ -177,8 +177,6 @@ class Welcome(Tagged, frozen=True):
 
 
 class Refused(Tagged, frozen=True):
-    """Another trainer took over, or the link versions differ."""
-
     reason: str
 
 
@@ -259,7 +257,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def earned(self) -> tuple[float, ...]:
-        """Each policy call's reward, up to the last with a share."""
+        """By policy call, up to the last with a share."""
         own = [self.call_rewards.get(call.call_id, 0.0) for call in self.calls] if self.call_rewards else []
         while own and not own[-1]:
             own.pop()
@@ -267,7 +265,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def policy_versions(self) -> set[int]:
-        """Versions of all trained weights that sampled a part, including other roles'."""
+        """Of all roles' trained weights."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
     def judged(self, reward: float) -> EpisodeAccepted:
@@ -275,7 +273,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, reward=reward, role_rewards=others, call_rewards={})
 
     def failed(self, kind: str, message: str) -> EpisodeFailed:
-        """The failure that training sees; the ledger keeps the result."""
+        """Training sees the failure; the ledger keeps the result."""
         failure: dict[str, object] = {
             "kind": kind,
             "message": message,
@@ -287,7 +285,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
         return EpisodeFailed(failures=[*self.retries, failure], **shared)
 
     def reward_of(self, role: str) -> float:
-        """The reward of a role ("" is the policy): its entry, else its score, else the episode's reward."""
+        """A role's entry, else its score, else the episode's reward."""
         if not role:
             return self.role_rewards.get(POLICY, self.reward)
         return self.role_rewards.get(role, self.log_metrics.get(f"score/{role}", self.reward))
@@ -373,10 +371,7 @@ def scores_of(outcome: EpisodeAccepted) -> dict[str, float]:
 
 
 def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
-    """Fail a result with a reward out of bounds, unmergeable calls, or in training without one of `scores`.
-
-    The ledger keeps the result.
-    """
+    """Fail a result with a reward out of bounds, unmergeable calls, or in training a missing score."""
     if isinstance(outcome, EpisodeFailed):
         return outcome
     kind = QUARANTINED

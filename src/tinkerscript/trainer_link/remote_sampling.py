@@ -99,12 +99,12 @@ class LinkSampler(Sampler):
         self._link.send(pending.message)
 
     def trainer_connected(self) -> None:
-        """The trainer may be new or have missed some requests."""
+        """It may be new or have missed some requests."""
         for pending in self._pending.values():
             self._send(pending)
 
     def resend(self) -> None:
-        """Repeat old requests; the trainer ignores those it is running."""
+        """The trainer ignores requests that it is running."""
         due = asyncio.get_running_loop().time() - self._times.resend_s
         for pending in self._pending.values():
             if 0 < pending.sent_at <= due:

@@ -71,7 +71,6 @@ class ServerLink:
         self._outbox = Outbox()
         self.trainer_id = ""  # Empty before the first trainer.
         self.position = -1
-        """End number of the trainer's last outcome; -1 before the first."""
 
         self._started_ns = 0
         self._refused: set[str] = set()
@@ -107,7 +106,6 @@ class ServerLink:
             self._outbox.put(message)
 
     def welcome(self, number: int, quarantined: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Confirm everything received before this `Hello`."""
         self.send(
             Welcome(
                 link_version=LINK_VERSION,

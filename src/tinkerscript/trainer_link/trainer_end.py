@@ -186,7 +186,6 @@ class TrainerLink:
 
     @property
     def own_clients(self) -> str:
-        """The prefix of our workers' `client_uuid`."""
         return own_clients(self._hello.trainer_id)
 
     @property
@@ -243,7 +242,7 @@ class TrainerLink:
         return answer.outcome
 
     async def tally(self) -> Tally:
-        """Count how the run's committed episodes ended. Raises LinkError."""
+        """Raises LinkError."""
         answer = await self._ask(TallyRequest(request_id=next(self._request_ids)))
         assert isinstance(answer, Tallied)
         return answer.tally
@@ -262,7 +261,7 @@ class TrainerLink:
         return answer
 
     async def outcomes(self) -> list[Outcome]:
-        """Wait for outcomes, in the order of the episodes' ends, each once. Raises LinkError."""
+        """In the order of the episodes' ends, each once. Raises LinkError."""
         while not self._inbox:
             self._check()
             self._news.clear()

@@ -1,8 +1,8 @@
 """`Task` is the interface of every kind of environment, and `load_task` makes one from its name.
 
 The trainer asks a task for its samples; a worker runs one with its episode's `EpisodeModel`. `verifiers:ENV`
-is a task of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and every other name is
-one of Inspect's. Kinds are in `TASK_KINDS`, or entry points in the group `tinkerscript.tasks`.
+is of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and every other name is one of
+Inspect's.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:  # This needs aiohttp, which the extras of the kinds install.
 
 __all__ = ["EpisodeModel", "Task", "TaskSample", "named_scores"]
 
-# From the first training seed to the first evaluation seed of generated samples.
+# Between the first seeds of generated training and evaluation samples.
 HELD_OUT_SEED = 1_000_000
-TRANSCRIPT_S = 10.0  # For sending a transcript at the end of its episode.
+TRANSCRIPT_S = 10.0  # At the end of the transcript's episode.
 TaskSample: TypeAlias = Mapping[str, JsonValue]
 """One problem as JSON.
 
@@ -187,7 +187,7 @@ TASK_KINDS: Mapping[str, str] = {
 task's arguments, and raises ConfigError.
 """
 
-ENTRY_POINTS = "tinkerscript.tasks"  # Other packages' kinds, each a factory as in `TASK_KINDS`.
+ENTRY_POINTS = "tinkerscript.tasks"  # Other packages' kinds, with factories like ours.
 INSPECT = "inspect"
 OWN = "own"
 
@@ -195,7 +195,7 @@ _INSPECT_FACTORY = "tinkerscript.workers.inspect_task:InspectTask"
 
 
 def kind_of(name: str) -> str:
-    """Return one of `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
+    """One of `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
     prefix, colon, rest = name.partition(":")
     if re.fullmatch(r".+\.py:\w+", name):
         return OWN
@@ -209,10 +209,10 @@ def kind_of(name: str) -> str:
 
 
 def load_task(name: str, args: Mapping[str, Any], *, sandbox: str = "") -> Task:
-    """Load the task called `name` with its arguments.
+    """`sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's.
 
-    `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's. Raises ConfigError for an unknown
-    name, a missing package, or arguments that the task does not accept, and the task's exceptions.
+    Raises ConfigError for an unknown name, a missing package, or arguments that the task does not accept, and
+    the task's exceptions.
     """
     kind = kind_of(name)
     rest = name.partition(":")[2]
@@ -295,7 +295,7 @@ def _name_anywhere(name: str) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Raises WorkerError for a file that is missing or cannot be imported."""
+    """Raises WorkerError if the file is missing or cannot be imported."""
     path = path.resolve()
     check_is_there(path)
     name = f"tinkerscript_script_{path.stem}"
@@ -325,7 +325,7 @@ def how_to_install(module: str | None) -> str:
 
 
 def check_is_there(path: Path) -> None:
-    """Raise WorkerError for a missing file, with the files that exist."""
+    """Raises WorkerError with the files that exist."""
     if not path.is_file():
         raise WorkerError(f"no script at {path}; {_beside(path)}")
 

@@ -1,7 +1,4 @@
-"""`ChatEndpoint` makes the model calls of a worker's rollouts over shared connections.
-
-A call is retried while the server restarts or is busy, and never after a final refusal.
-"""
+"""`ChatEndpoint` makes the model calls of a worker's rollouts over shared connections."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class RetryPolicy:
     max_away_s: float = 300.0  # In total. The claim outlives a restart of the server.
     first_delay_s: float = 0.25  # Doubles up to `max_delay_s`, with a jitter of 50%.
     max_delay_s: float = 8.0
-    max_busy_s: float = 600.0  # In total, for the `Retry-After` of 429 and 503.
+    max_busy_s: float = 600.0  # For the `Retry-After` of 429 and 503.
 
 
 Reply = TypeVar("Reply")
@@ -40,15 +37,16 @@ Reply = TypeVar("Reply")
 @dataclass(frozen=True, slots=True)
 class ChatAttempt(Generic[Reply]):
     status: int  # 0 if the connection failed, `_TIMED_OUT` without an answer in time.
-    said: bytes  # The body of a refusal, or the reason of a failed connection.
+    said: bytes  # A refusal's body, or why the connection failed.
     reply: Reply | None
     retry_after: float | None
 
 
 class ChatEndpoint:
-    """Chat completions over shared connection pools, one per gateway process (base URL).
+    """A connection pool per gateway process (base URL), for one event loop.
 
-    It belongs to one event loop. aiohttp takes a fraction of httpx's CPU time per request.
+    A call is retried while the server restarts or is busy, and never after a final refusal. aiohttp takes a
+    fraction of httpx's CPU time per request.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class ChatEndpoint:
         return json.loads(await self._answer(url, api_key, None, "application/json", self.whole))
 
     async def open_stream(self, url: str, api_key: str, data: bytes) -> aiohttp.ClientResponse:
-        """POST a JSON body and return the accepted reply with an unread body; the caller closes it.
+        """Return the accepted reply with an unread body; the caller closes it.
 
         Raises like `complete`. Nothing is retried after the reply has begun.
         """

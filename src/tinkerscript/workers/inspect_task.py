@@ -1,7 +1,4 @@
-"""Inspect tasks: each episode runs one sample with the task's solver and scorers.
-
-A solver or scorer that raises is an error, never a reward of 0.
-"""
+"""Inspect tasks: each episode runs one sample with the task's solver and scorers."""
 
 from __future__ import annotations
 
@@ -145,7 +142,7 @@ class GatewayPolicy:
         self.model = model
         self.sample = sample
         self._converter = ChatConverter()
-        self.unapplied: set[str] = set()  # Settings of the task that requests do not carry, as `name=value`.
+        self.unapplied: set[str] = set()  # The task's settings that requests do not carry, as `name=value`.
         self.reply_ids = list[str]()
         self.calls = 0  # Includes an agent's calls.
         self.lost: ClaimLostError | None = None

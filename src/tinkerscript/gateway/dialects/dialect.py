@@ -74,8 +74,8 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     # They end the reply, and are not part of its text.
     stop_token_ids: list[int] = []
     logprobs: bool = False
-    top_logprobs: int = 0
-    required_tools: list[str] = []
+    top_logprobs: int = 0  # Per position.
+    required_tools: list[str] = []  # The reply must call one of these.
     parallel_tool_calls: bool = True
     json_schema: dict[str, Any] | None = None
     """`{"type": "object"}` allows any object. The reply may also be a tool call."""

@@ -42,7 +42,7 @@ MAX_FORGIVEN = 20
 
 KEPT = 10_000  # Clients may still ask about recent ones.
 
-# Outcomes in undone steps after which a client's sample cannot train again. None: no such step used it.
+# After these outcomes in undone steps, a client's sample cannot train again. None: no such step used it.
 LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT, Use.STALE)
 
 
@@ -67,14 +67,14 @@ class EpisodeBook:
         self._episodes: dict[str, EpisodeRecord] = {}
         self._unfinished: dict[int, EpisodeRecord] = {}
         self.open_ends: dict[int, EpisodeRecord] = {}
-        """Ended or failed, not consumed, by end number."""
+        """By end number: over, but not consumed."""
 
         self._failed: dict[int, EpisodeRecord] = {}
-        """Not dropped, by sequence, in order of failure."""
+        """By sequence, in order of failure."""
 
         self._consumed = deque[str]()
         self._claims: dict[str, dict[str, EpisodeRecord]] = {}
-        """Running claims: `client_uuid` -> episode uuid -> episode."""
+        """Running claims: client -> episode uuid -> episode."""
 
         self._claimed: dict[str, EpisodeRecord] = {}
         self._changes = Changes()
@@ -134,7 +134,6 @@ class EpisodeBook:
         return _page(self._unfinished.values(), after=after, limit=limit)
 
     def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """In order of sequence, without dropped episodes."""
         failed = sorted(self._failed.values(), key=attrgetter("sequence"))
         return _page(failed, after=after, limit=limit)
 
@@ -227,7 +226,7 @@ class EpisodeBook:
         return True
 
     def offer_failure(self, uuid: str) -> EpisodeRecord:
-        """Make a failure final, because a trainer knows it. Raises UnknownEpisodeError."""
+        """A trainer knows the failure, so it is final. Raises UnknownEpisodeError."""
         episode = self.get(uuid)
         if not episode.offered:
             episode.offered = True
@@ -235,7 +234,7 @@ class EpisodeBook:
         return episode
 
     def consume(self, sequence: int) -> None:
-        """Ignores episodes that are unknown or have not ended."""
+        """Ignores episodes that have not ended."""
         episode = self._unfinished.get(sequence)
         if episode is not None and episode.end_number is not None:
             self._consume(episode)
@@ -299,7 +298,7 @@ class EpisodeBook:
         return sorted(found, key=attrgetter("sequence"))  # Reopened episodes come last.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
-        """Count the groups that were not set aside. `used`: as in `resume`."""
+        """Without groups set aside. `used`: as in `resume`."""
         planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
         aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
         return len({each.group_id for each in planned} - aside)
@@ -345,7 +344,7 @@ class EpisodeBook:
     def end(
         self, uuid: str, attempt: int, *, reward: float, result: bytes, is_success: bool | None = None
     ) -> EpisodeRecord:
-        """Store a claim's result. Idempotent for the same result.
+        """Idempotent for the same result.
 
         Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a different result.
         """
@@ -397,14 +396,13 @@ class EpisodeBook:
     def release_client(
         self, client_uuid: str, reason: str, *, kind: str = WORKER_DIED
     ) -> list[EpisodeRecord]:
-        """Return the episodes of closed claims."""
         held = list(self._claims.get(client_uuid, {}).values())
         for episode in held:
             self._lose(episode, _failure_of(episode, kind, reason))
         return held
 
     def expire(self) -> list[EpisodeRecord]:
-        """Close claims past their lease or lifetime, and return their episodes."""
+        """Returns the episodes of closed claims."""
         closed = list[EpisodeRecord]()
         while (found := self.leases.find_expired()) is not None:
             episode, kind, message = found
@@ -413,10 +411,7 @@ class EpisodeBook:
         return closed
 
     def retry(self, uuid: str) -> EpisodeRecord:
-        """Requeue a failed episode with new attempts.
-
-        Raises UnknownEpisodeError, or ConflictError if it has not failed or the failure is final.
-        """
+        """Raises UnknownEpisodeError, or ConflictError unless it has failed and the failure is not final."""
         episode = self._get_failed(uuid)
         if stands := episode.why_failure_stands():
             raise ConflictError(stands)
@@ -425,7 +420,7 @@ class EpisodeBook:
         return episode
 
     def empty(self, uuids: Iterable[str]) -> set[str]:
-        """Mark consumed episodes, which then cannot train again. Returns their uuids."""
+        """Emptied episodes cannot train again. Returns the consumed ones."""
         emptied = [each for each in map(self.get, uuids) if each.consumed]
         for episode in emptied:
             episode.emptied = True
@@ -471,7 +466,7 @@ class EpisodeBook:
             self._failed[episode.sequence] = episode
 
     def _move(self, episode: EpisodeRecord, state: State) -> None:
-        """The only way to change a state. Raises ConflictError for an illegal transition."""
+        """Raises ConflictError for an illegal transition."""
         if state not in TRANSITIONS[episode.state]:
             raise ConflictError(f"episode {episode.uuid!r} cannot go from {episode.state} to {state}")
         if episode.state == "registered":

@@ -1,4 +1,4 @@
-"""Queues and indexes over a run's episodes; each agrees with a scan over all episodes.
+"""Queues and indexes over a run's episodes.
 
 A claim request gets new claims once; repeated while one of them holds, it gets the same. A claimable episode
 wakes the longest-waiting client that may claim it, and a client that cannot use the wake-up passes it on, so
@@ -88,7 +88,7 @@ class ClaimRequests:
             self._remember(key)
 
     def answered(self, key: RequestKey) -> list[EpisodeRecord] | None:
-        """In the order of the reply; None for a new request."""
+        """None for a new request."""
         held = self._held.get(key)
         if held is not None:
             return list(held.values())
@@ -165,8 +165,6 @@ _Waiting = asyncio.Future[Wakeup | None]
 
 
 class LongPollQueue:
-    """Clients wait in order of arrival, by pool and claim type."""
-
     def __init__(self) -> None:
         self._tickets = itertools.count()
         self._queues: dict[tuple[str, ClaimType], OrderedDict[int, _Waiting]] = {}
@@ -208,8 +206,7 @@ class LongPollQueue:
     ) -> Wakeup | None:
         """Wait until it is worth trying to claim again, or `answered(request)` is called.
 
-        Returns a wake-up to pass on, or None. Raises TimeoutError. A wake-up during a timeout or cancellation
-        is passed on.
+        Returns a wake-up to pass on, or None. Raises TimeoutError.
         """
         ticket = next(self._tickets)
         client: _Waiting = asyncio.get_running_loop().create_future()
@@ -255,7 +252,7 @@ CHECKED_S = 1.0
 
 
 class Leases:
-    """Running claims by deadline: `lease_s` after the last activity, at the latest at `ends_at`."""
+    """A lease expires `lease_s` after the last activity, at the latest at `ends_at`."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], *, max_claim_s: float) -> None:
         """`clock` measures leases, `wall` (Unix time) lifetimes, also across restarts."""
@@ -339,7 +336,7 @@ class StateCounts:
         self._pools: dict[str, dict[Status, int]] = {TRAINER_POOL: _zeros()}
         self._unfinished: dict[str, int] = {}
         self._payloads: dict[str, int] = {}
-        """Pool -> payload bytes of unfinished episodes."""
+        """In bytes, by pool."""
 
         self.clients_bytes = 0
         """Share of `limits.ALL_POOLS_BYTES`."""
@@ -347,7 +344,7 @@ class StateCounts:
         self._failures: dict[EpisodeType, int] = dict.fromkeys(EPISODE_TYPES, 0)
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
-        """`step` is +1 when the episode enters its state, -1 when it leaves."""
+        """`step`: +1 when the episode enters its state, -1 when it leaves."""
         self._types[episode.episode_type][episode.status] += step
         pool = self._pools.get(episode.pool)
         if pool is None:

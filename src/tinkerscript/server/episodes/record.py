@@ -1,4 +1,4 @@
-"""`EpisodeRecord`: an episode in memory, its states and legal transitions, and its rows in the ledger."""
+"""`EpisodeRecord`: an episode in memory, its states, and its rows in the ledger."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     "failed": frozenset({"registered"}),
 }
 
-# Seen by clients: an `ended` episode is `accepted` once consumed.
+# An `ended` episode is `accepted` once consumed.
 Status = Literal["registered", "claimed", "ended", "accepted", "failed"]
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 
-# Kinds of failures that only the server records.
+# Only the server records these kinds.
 UNDELIVERABLE = "undeliverable"  # The result is too large for a message.
 CANCELLED = "cancelled"
 BAD_PAYLOAD = "bad_payload"  # The payload fits in no reply.
 LEASE_EXPIRED = "lease_expired"
-CLAIM_EXPIRED = "claim_expired"  # The claim's maximum lifetime is over.
-CLIENT_GONE = "client_gone"  # The client disconnected before it got the claim.
+CLAIM_EXPIRED = "claim_expired"
+CLIENT_GONE = "client_gone"  # It disconnected before it got the claim.
 WORKER_DIED = "worker_died"  # Reported by its trainer.
 CLIENT_STOPPED = "client_stopped"
 
@@ -58,16 +58,15 @@ class EpisodeRecord:
     episode_type: EpisodeType
     group_id: str
     digest: bytes
-    """Tells a repeated registration from a different one."""
+    """Of the registration, to recognize a repeated one."""
 
     payload: bytes
     """JSON; dropped from memory once consumed."""
 
     sample: bytes
-    """Digest of the payload, its key in the ledger."""
+    """Its key in the ledger: the payload's digest."""
 
     pool: str = TRAINER_POOL
-    """Only clients that ask for this pool can claim it."""
 
     group_size: int = 0
     step: int = 0
@@ -76,24 +75,24 @@ class EpisodeRecord:
     state: State = "registered"
     claimants: list[str] = field(default_factory=list[str])
     request_ids: list[str] = field(default_factory=list[str])
-    """`claim_request_id` of each claim, oldest first, or empty."""
+    """By claim, oldest first; possibly empty."""
 
     forgiven: int = 0
     """Claims that do not count against `max_attempts`."""
 
     lease_s: float = 0.0
     claimed_at: float = 0.0
-    """Unix time; 0 before the first claim."""
+    """Unix time of the last claim."""
 
     queued_at: float = 0.0
-    """Unix time since which it waits; 0: before a restart. Not stored."""
+    """Unix time; 0: before a restart. Not stored."""
 
     queued_s: float | None = None
     renewed_at: float = 0.0
-    """Last activity on the book's clock. Not stored: a restart renews leases."""
+    """On the book's clock. Not stored: a restart renews leases."""
 
     ends_at: float = math.inf
-    """When the claim ends even if active, on the book's clock. Not stored."""
+    """On the book's clock, even if active. Not stored."""
 
     calls_in_flight: int = 0
     policy_version: int = 0
@@ -119,7 +118,6 @@ class EpisodeRecord:
 
     @property
     def attempt(self) -> int:
-        """Counts claims; 0 before the first."""
         return len(self.claimants)
 
     @property
@@ -135,7 +133,7 @@ class EpisodeRecord:
         return min(self.renewed_at + self.lease_s, self.ends_at)
 
     def why_lost(self, attempt: int) -> str:
-        """Why this claim does not hold the lease; empty if it does."""
+        """Why this claim does not hold the lease, or empty."""
         if attempt == self.attempt and self.state == "claimed":
             return ""
         name = f"claim {attempt} of episode {self.uuid}"
@@ -147,7 +145,7 @@ class EpisodeRecord:
         return f"{name} was never made; the last one is {self.attempt}"
 
     def why_failure_stands(self) -> str:
-        """Why this failed episode cannot be retried; empty if it can."""
+        """Why it cannot be retried, or empty."""
         if self.consumed:
             return (
                 f"the trainer has used the failure of episode {self.uuid!r} and its group is closed: "
@@ -190,7 +188,7 @@ class Changes:
     """By uuid, without those added."""
 
     claimed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Sequence and attempt of new claims, which change only the state in the episode's row."""
+    """Sequence and attempt. In the episode's row a claim changes only the state."""
 
     consumed: dict[int, bool] = field(default_factory=dict[int, bool])
     """Sequence -> new value."""
@@ -199,7 +197,7 @@ class Changes:
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 
 
-# Statements run after the rows of their transaction, when the claim may be over.
+# They run after their transaction's rows, when the claim may be over.
 _SET_CLAIMED = """
 UPDATE {s}episodes SET state = 'claimed' WHERE sequence = ? AND state = 'registered' AND EXISTS
     (SELECT 1 FROM {s}attempts WHERE episode = sequence AND attempt = ? AND failure IS NULL)
@@ -259,7 +257,7 @@ def episode_row(episode: EpisodeRecord) -> EpisodeRow:
 
 
 def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
-    """The last claim's row, or with attempt 0 an unclaimed episode's end."""
+    """Attempt 0 is an unclaimed episode's end."""
     failure = next((each for each in episode.failures if each.attempt == attempt), None)
     is_claim = attempt > 0
     return AttemptRow(

@@ -1,7 +1,7 @@
-"""Endpoints of the engine: sync a training config, start and stop a trainer, get an adapter.
+"""Endpoints of the engine, which need the admin role.
 
 At most one trainer is started. It joins over the link like any other, resumes the folder's run, and stops
-with the server. All routes need the admin role.
+with the server.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class EngineRoutes:
         trainer: Sequence[str] = TRAIN_COMMAND,
         ending_s: float = ENDING_S,
     ) -> None:
-        """`trainer`: command, called with a config, `--join` and the run's folder."""
+        """`trainer` is called with a config, `--join` and the run's folder."""
         self._run_dir = run_dir
         self._command = trainer
         self._ending_s = ending_s
@@ -140,7 +140,6 @@ class EngineRoutes:
         return SuccessResponse(success=True)
 
     async def run(self) -> None:
-        """When cancelled, ask a running trainer to stop."""
         try:
             while True:
                 await self._started.wait()
@@ -162,7 +161,7 @@ class EngineRoutes:
 
     @property
     def _trainer_is_there(self) -> bool:
-        """False after it reported OFFLINE, because it is about to disconnect."""
+        """After it reported OFFLINE, it is about to disconnect."""
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
     async def _end_by_force(self) -> None:
@@ -174,7 +173,7 @@ class EngineRoutes:
                 logger.warning("trainer.killed pid=%d", trainer.pid)
                 trainer.kill()
                 await self._ended.wait()
-        if self._trainer_is_there:  # Started by hand: there is no process to kill.
+        if self._trainer_is_there:  # Started by hand, so there is no process to kill.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._ending_s):
                     await self._interchange.offline()

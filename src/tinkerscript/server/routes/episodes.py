@@ -1,7 +1,6 @@
-"""Endpoints of a claim: claim, end, abort, can continue, heartbeat, and transcript.
+"""Endpoints of a claim. Nothing is answered before it is committed.
 
-Nothing is answered before it is committed, and a refusal's status shows the client how to react
-(`asgi.Refusals`). Transcripts are not parsed.
+A refusal's status shows the client how to react (`asgi.Refusals`). Transcripts are not parsed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from tinkerscript.server.interchange import Interchange
 
 TRANSCRIPT_PATH = "/record_transcript"
 
-# Bytes of transcripts received at once; further clients must try again.
+# For transcripts received at once; further clients must try again.
 MAX_READING_BYTES = 64 * 2**20
 
 _TRANSCRIPT_BODY: dict[str, Any] = {
@@ -103,7 +102,7 @@ class EpisodeRoutes:
         """(scheme, Host header) -> the server's URL, which is slow to build."""
 
     def fast(self) -> dict[str, FastRoute]:
-        """Path -> route. Claiming requires the client role, everything else the claim's key."""
+        """Claiming requires the client role, everything else the claim's key."""
         of_a_claim = self._keys.authorize
         return {
             "/claim_episode": FastRoute(self.claim_episode, partial(self._roles.check, "client")),
@@ -160,7 +159,7 @@ class EpisodeRoutes:
     async def _readable(
         self, claims: list[Claim], body: ClaimEpisodeRequest, request: Request
     ) -> list[dict[str, Any]] | str:
-        """Fail episodes that cannot be sent. Returns the `fail_cause` if no claim is left."""
+        """Episodes that cannot be sent fail. Returns the `fail_cause` if no claim is left."""
         url, readable = self._base_url(request), list[dict[str, Any]]()
         for claim in claims:
             try:
@@ -196,7 +195,7 @@ class EpisodeRoutes:
         return f"{base_url}{gateway_path(number)}/v1"
 
     def _claimed(self, claim: Claim, base_url: str, *, with_alias: bool) -> dict[str, Any]:
-        """Fields of an `EpisodeClaim`, not validated again."""
+        """Not validated again."""
         uuid, attempt = claim.episode_uuid, claim.attempt
         return {
             "client_uuid": claim.client_uuid,
@@ -233,7 +232,7 @@ class EpisodeRoutes:
             await asyncio.gather(claiming, gone, return_exceptions=True)
 
     async def _claim_of(self, request: Request, episode_uuid: str = "") -> ClaimId:
-        """Also loads the claim's episode into the book."""
+        """Loads the episode into the book."""
         claim = self._keys.claim_of(request.scope, episode_uuid)
         if claim.episode_uuid not in self._book:
             await self._interchange.recall([claim.episode_uuid])
@@ -268,7 +267,7 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     async def _check_calls(self, claim: ClaimId, rewards: Mapping[str, float]) -> None:
-        """Raise HTTPException 422 for a reward of anything but a recorded policy call."""
+        """Raises HTTPException 422 for a reward of anything but a recorded policy call."""
         if self._book.get(claim.episode_uuid).state == "ended":
             return  # A retry: the book compares the content, and the calls may be gone.
         roles = {call.call_id: call.role for call in await self._claims.recorded(*claim)}
@@ -352,7 +351,7 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     def _transcript_length(self, request: Request) -> int:
-        """Raises HTTPException if the body is not accepted (now)."""
+        """Raises HTTPException."""
         try:
             length = int(request.headers["content-length"])
         except (KeyError, ValueError):
@@ -393,7 +392,7 @@ def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collect
             f"{', '.join([POLICY, *trained_roles])}",
         )
     try:
-        for role in trained_roles:  # A trained role's name marks that role's reward.
+        for role in trained_roles:  # It marks that role's reward.
             name = f"score/{role}"
             bounded(f"workflow_output.log_metrics.{name}", output.log_metrics.get(name, 0.0), bound)
         return checked_reward(output, bound)

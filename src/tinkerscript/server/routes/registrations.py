@@ -1,7 +1,6 @@
-"""Endpoints that register episodes: one with its copies, or many at once.
+"""Endpoints that register episodes. Nothing is answered before it is committed.
 
-Nothing is answered before it is committed, and repeating a registration has no effect. The admin registers
-anywhere, a client into its own pool. Groups in a client's pool are named `POOL/...`, and pool names have no
+Repeating a registration has no effect. Groups in a client's pool are named `POOL/...`, and pool names have no
 slash, so groups cannot collide.
 """
 
@@ -80,7 +79,7 @@ class RegistrationRoutes:
         )
 
     def _register(self, new: NewEpisode, account: str, *, is_admin: bool) -> None:
-        """Raises InterchangeError for a refused episode, and HTTPException 422 for a malformed one."""
+        """Raises InterchangeError, or HTTPException 422 for a malformed episode."""
         if not is_admin:
             _check_own_pool(new)
         self._interchange.clients.check_pool(account, new.pool)
@@ -120,7 +119,7 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
 
 
 def _check_own_pool(new: NewEpisode) -> None:
-    """Raise UnauthorizedError 403 if only the admin may register the episode."""
+    """Raises UnauthorizedError 403."""
     if new.pool == TRAINER_POOL:
         raise UnauthorizedError(
             403,

@@ -1,4 +1,4 @@
-"""Endpoints that show the state (engine, batch, episodes, fleet, metrics), and an operator's.
+"""Endpoints that show the state, and an operator's.
 
 `/health` and `/ready` are open. If tokens are set, an operator's endpoints require the admin's, and the
 others a client's or the claim's key. Replies about the fleet cost time per client, not per episode.

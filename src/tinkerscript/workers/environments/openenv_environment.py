@@ -1,7 +1,4 @@
-"""`openenv:URL` is an OpenEnv environment on a server.
-
-The reward is the sum of the step rewards, and a session is closed however its episode ends.
-"""
+"""`openenv:URL` is an OpenEnv environment on a server. The reward is the sum of the step rewards."""
 
 # Types are checked without OpenEnv.
 # pyright: reportMissingImports=false

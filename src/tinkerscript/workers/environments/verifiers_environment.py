@@ -69,7 +69,7 @@ class VerifiersEnvironment(Task):
     def __init__(
         self, environment: str, /, *, select: Mapping[str, Any] | None = None, **config: Any
     ) -> None:
-        """Raises ConfigError for an environment that is not installed, or for its config."""
+        """Raises ConfigError."""
         _check_installed(environment)
         taskset = {**config.pop("taskset", {}), "id": environment}
         try:
@@ -126,7 +126,7 @@ class VerifiersEnvironment(Task):
 
 
 def _check_installed(environment: str) -> None:
-    """Raise ConfigError for a package that is not installed, or uses verifiers' older API."""
+    """Raises ConfigError, also for verifiers' older API."""
     name = environment.rpartition("/")[2].partition("@")[0].replace("-", "_")
     if name.isidentifier() and find_spec(f"verifiers.v1.tasksets.{name}") is not None:
         return
@@ -209,7 +209,7 @@ def _mean_reward(traces: Sequence[EnvTrace[Any, Any, Any]]) -> float:
 
 
 def _ended_by(episode: EnvEpisode[Any, Any, Any]) -> str:
-    """Return the exception of the environment's `run()`, or "".
+    """The exception of the environment's `run()`, or "".
 
     The work so far is then scored, as in verifiers' evaluation. Raises WorkerError for every other failure.
     """
