@@ -145,7 +145,7 @@ class AsyncTinkerScriptClient:
     async def claim(
         self, max_episodes: int, episode_type: ClaimType, wait_s: float | None, *, pool: str
     ) -> list[dict[str, Any]]:
-        """Claim like `begin_episodes`, and return arguments for `Episode`."""
+        """Returns arguments for `Episode`."""
         claiming = self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)
         return [episode_fields(claim, self.settings) for claim in await self._run(claiming)]
 
@@ -226,21 +226,18 @@ class AsyncTinkerScriptClient:
         )
 
     async def abort_episode(self, episode: Episode, reason: str, kind: str = "aborted") -> None:
-        """Give the episode back because this attempt failed for `reason`. `kind` is a stable identifier.
+        """Give the episode back because this attempt failed. `kind` is a stable identifier.
 
         Raises ClaimLostError, ServerUnreachableError or RequestRefusedError.
         """
         await self._run(self._operations.abort_episode(episode, reason, kind))
 
     async def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Renew the claim, and return whether the episode still counts, or why not."""
+        """Renew the claim; return whether the episode still counts, and if not, why."""
         return await self._run(self._operations.can_continue_episode(episode))
 
     async def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Renew the claim during a long computation without model calls.
-
-        A Runner and an episode's block do this automatically.
-        """
+        """Renew the claim during a long computation, as a Runner and an episode's block do."""
         return await self._run(self._operations.heartbeat_episode(episode))
 
     async def get_engine_status(self) -> EngineStatusResponse:
@@ -341,7 +338,7 @@ class AsyncTinkerScriptClient:
             abort = self._operations.give_back(episode, error)
         try:
             await self._run(abort)
-        except ClientError as problem:  # The caller sees the block's error; the lease covers an outage.
+        except ClientError as problem:  # The caller sees the block's error.
             logger.warning("episode %s could not be given back: %s", episode.episode_uuid, problem)
 
     @property
@@ -423,7 +420,7 @@ class AsyncClaimedEpisode(Episode):
 
 @dataclass(frozen=True, kw_only=True)
 class _OnThread(Episode):
-    """For a plain function on its own thread, with requests made on `loop`."""
+    """An episode in a plain function, with requests made on `loop`."""
 
     whole: AsyncClaimedEpisode = field(repr=False, compare=False)
     loop: asyncio.AbstractEventLoop = field(repr=False, compare=False)

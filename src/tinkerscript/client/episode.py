@@ -1,7 +1,6 @@
 """`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it.
 
-A lease changes once, from held to lost or settled. While a result is being handed in, its answer decides, and
-a heartbeat's "lost" is ignored.
+While a result is being handed in, its answer decides, and a heartbeat's "lost" is ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ LAST = "last"  # The policy's last recorded call, in place of an id.
 
 
 class Lease:
-    """Whether a claim still counts, as far as this process knows. Thread-safe."""
+    """Whether a claim still counts, as far as we know. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,7 +95,7 @@ class EpisodeModelAddress:
 
 @dataclass(frozen=True)
 class Episode:
-    """One claim of an episode: the work, and the model to do it with."""
+    """One claim of an episode."""
 
     episode_uuid: str
     attempt: int
@@ -124,14 +123,14 @@ class Episode:
     """Seconds after which the claim ends regardless; 0 if unknown."""
 
     max_transcript_bytes: int = 0
-    """The longest transcript that the server accepts; 0 if it accepts none."""
+    """0 if the server accepts none."""
 
     roles: tuple[str, ...] = ()
     """Names for `model`, besides the policy's."""
 
     run: str = ""
     server_url: str = ""
-    """For other endpoints; the gateway process only answers model calls."""
+    """For other endpoints than the model's."""
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
 
@@ -171,7 +170,7 @@ class Episode:
         self.call_rewards[name] = self.call_rewards.get(name, 0.0) + earned
 
     def on_thread(self, loop: asyncio.AbstractEventLoop) -> Episode:
-        """The episode for a plain function on a thread."""
+        """For a plain function on a thread."""
         return self
 
     def check(self) -> None:
@@ -217,7 +216,7 @@ class HeldClaim:
 
     @asynccontextmanager
     async def cancelling_the_block(self) -> AsyncGenerator[None]:
-        """Cancel this block and raise ClaimLostError when a heartbeat learns of the loss."""
+        """When a heartbeat learns of the loss, cancel this block and raise ClaimLostError."""
         scope = asyncio.timeout(None)  # Cancels the block and recognizes its own cancellation.
         try:
             async with scope:
@@ -249,7 +248,7 @@ class Heartbeats:
 
     @contextmanager
     def holding(self, episode: Episode) -> Generator[HeldClaim]:
-        """Renew `episode` in this block. Call it on the event loop of `run`."""
+        """Call it on the event loop of `run`."""
         held = HeldClaim(episode)
         self._schedule(held)
         try:
@@ -290,7 +289,7 @@ class Heartbeats:
 async def renewed_by_task(
     episode: Episode, heartbeat: Callable[[Episode], Awaitable[object]]
 ) -> AsyncGenerator[None]:
-    """Renew `episode` in this block, and cancel the block when a heartbeat learns of its loss."""
+    """Renews `episode`; a lost claim cancels the block."""
     heartbeats = Heartbeats(heartbeat)
     renewing = asyncio.create_task(heartbeats.run())
     try:

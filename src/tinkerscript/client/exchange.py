@@ -1,4 +1,4 @@
-"""Requests to the interchange server without the I/O: retries, refusals, lost claims.
+"""Requests to the interchange server without the I/O.
 
 An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, receives the `Reply`
 (None after a `Wait`), and returns its result, or raises.
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S = 60.0
 
-REPLY_TIMEOUT_S = 30.0  # On top of the time that the server may hold the request.
-CLAIM_PATH = "/claim_episode"  # Warns while the server is away, because a whole worker waits.
+REPLY_TIMEOUT_S = 30.0  # On top of the time that the server holds the request.
+CLAIM_PATH = "/claim_episode"  # Warns while the server is away: a whole worker waits.
 WARN_AFTER_S = 2.0
 WARN_AGAIN_AFTER_S = 60.0
 
@@ -95,7 +95,7 @@ class Response:
 
 
 Reply: TypeAlias = Response | Exception | None
-"""The error if there was no response; None after a `Wait`."""
+"""None after a `Wait`."""
 
 Operation: TypeAlias = Generator[HttpRequest | Wait, Reply, T]
 

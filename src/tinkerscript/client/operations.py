@@ -76,7 +76,7 @@ from tinkerscript.protocol import (
     failure_line,
 )
 
-LONG_POLL_S = 30.0  # How long the server may hold a request for an episode.
+LONG_POLL_S = 30.0  # How long the server may hold a claim request.
 
 LAST_REQUEST_S = 5.0  # For an episode's last request while its program stops.
 TASK_ERROR = "task_error"
@@ -138,7 +138,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[list[str]]:
-        """Raises ValueError for an empty or long task id, or a group size below 1."""
+        """Raises ValueError for a bad task id or group size."""
         group = self._group(task_id, payload, group_size=group_size, episode_type=episode_type, round=round)
         for message in group:
             yield from self._ask(post("/register_episode", message), _read_success)
@@ -152,7 +152,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[dict[str, list[str]]]:
-        """Waits while a quota is used up. Raises like `register_episode`."""
+        """Raises like `register_episode`."""
         groups = {
             task_id: self._group(
                 task_id, payload, group_size=group_size, episode_type=episode_type, round=round
@@ -246,7 +246,7 @@ class Operations:
         yield from self._settle(episode, request, within_s)
 
     def give_back(self, episode: Episode, error: BaseException) -> Operation[None]:
-        """Abort the episode of a program that raised `error`. Interruptions are no failure."""
+        """An interruption does not count as a failure."""
         if isinstance(error, Exception | SystemExit):
             within_s = LAST_REQUEST_S if isinstance(error, SystemExit) else None
             return self.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)

@@ -1,6 +1,6 @@
-"""`Runner` runs a rollout function over the server's episodes, several at a time, until stopped.
+"""`Runner` runs a rollout function over the server's episodes until stopped.
 
-Every claim is renewed while in work, and then ended, aborted with a reason, or known to be lost.
+Every claim is renewed, and then ended, aborted with a reason, or known to be lost.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Runner:
         calls are refused, and it can check `episode.lost` or call `episode.check()`.
 
         Args:
-            rollout: The function to run for each episode, plain or async.
+            rollout: Plain or async; called for each episode.
             client: The server and identity to use. The run opens its own connections.
             concurrency: Episodes at a time.
             episode_type: Which episodes to claim.
@@ -153,10 +153,8 @@ class Runner:
         self._stopping.set()
 
     async def run(self) -> RunStatistics:
-        """Work until stopped, done or the run finishes.
-
-        Raises ServerUnreachableError or RequestRefusedError if no episode can be claimed, and WrongTaskError
-        if the rollout does.
+        """Raises ServerUnreachableError or RequestRefusedError if no episode can be claimed, and
+        WrongTaskError if the rollout does.
         """
         async with self._client.with_timeout(self._give_up_after_s) as client:
             heartbeats = Heartbeats(client.heartbeat_episode)
@@ -296,7 +294,7 @@ class Runner:
             else:  # Raised by a model call or another episode; the server decides about this one.
                 await self._fail(client, episode, error)
         except WrongTaskError as error:
-            # Every episode of that task would fail here, but another worker can run it.
+            # Another worker can run this task.
             await self._settle_quickly(client, episode, None, reason=str(error))
             raise
         except ServerUnreachableError as error:
@@ -392,7 +390,7 @@ async def stopped_by_signals(
     first: Callable[[signal.Signals], object] = lambda number: None,
     second: Callable[[signal.Signals], object] = signal.raise_signal,
 ) -> RunStatistics:
-    """Run `runner`; on the main thread, SIGTERM and SIGINT stop it gracefully.
+    """On the main thread, SIGTERM and SIGINT stop `runner` gracefully.
 
     `first` gets the first signal and `second` the next, even while a rollout blocks the event loop; by
     default, the second has its usual effect.

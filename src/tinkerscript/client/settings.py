@@ -39,7 +39,7 @@ class ClientSettings:
     """None if not required."""
 
     timeout_s: float | None = DEFAULT_TIMEOUT_S
-    """To retry operations while the server is unreachable. None: no limit."""
+    """For outages. None: no limit."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without activity after which a lease expires."""
@@ -88,7 +88,7 @@ def checked_url(url: str) -> str:
 def url_of_run(folder: Path) -> str:
     """Read the URL of the run's server from `server.json`. Raises ValueError if none runs.
 
-    Another user's file is refused: it could name a server that should not get the token.
+    Another user's file could name a server that should not get the token.
     """
     path = folder / "server.json"
     try:
@@ -129,7 +129,7 @@ def make_settings(
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     ca_file: str | None = None,
 ) -> ClientSettings:
-    """Raises ValueError for a bad URL or token file."""
+    """Raises ValueError."""
     return ClientSettings(
         checked_url(server_url),
         client_uuid or uuid4().hex,
@@ -141,7 +141,7 @@ def make_settings(
 
 
 def settings_from_env(environ: Mapping[str, str] = os.environ) -> ClientSettings:
-    """Raises ValueError for a bad URL or token file."""
+    """Raises ValueError."""
     return make_settings(environ.get(SERVER_URL) or DEFAULT_SERVER_URL, token=client_token(environ))
 
 
@@ -150,7 +150,7 @@ def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the token in the variable `name`, or in the file named by `<name>_FILE`.
+    """From the variable `name`, or the file named by `<name>_FILE`.
 
     Raises ValueError for an empty or unreadable file.
     """

@@ -24,7 +24,7 @@ from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL,
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CLOSE_GRACE_S = 1.0  # For running tasks to end when the client closes.
+CLOSE_GRACE_S = 1.0  # For running tasks to end.
 
 
 def _blocking(

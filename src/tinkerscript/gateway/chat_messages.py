@@ -43,7 +43,6 @@ Tool = dict[str, Any]  # OpenAI's: `{"type": "function", "function": {"name", "d
 _ORDERED = msgspec.json.Encoder(order="deterministic")
 
 
-# Longer arguments are not cached.
 _SHORT_TEXT = 4096
 
 
@@ -99,7 +98,6 @@ def given_ids(message: Mapping[str, Any]) -> list[str]:
 
 
 def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMessage]) -> list[ChatMessage]:
-    """Give `results` the call ids of `reply`, which came back as `repeated`."""
     ours = [call["id"] for call in reply.get("tool_calls") or ()]
     positions = _call_positions(repeated)
     renamed = {id_: ours[position] for id_, position in positions.items() if ours[position] != id_}
@@ -118,7 +116,6 @@ def tools_key(tools: list[Tool]) -> bytes:
 
 
 def canonical_json(text: str) -> str:
-    """Return one text for all spellings of a JSON value; other text unchanged."""
     return _canonical_short(text) if len(text) <= _SHORT_TEXT else _canonical(text)
 
 

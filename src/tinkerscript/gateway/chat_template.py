@@ -33,7 +33,7 @@ _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_n
 
 _FIELDS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"})
 
-_IMAGE = "\ufdd1"  # A Unicode noncharacter.
+_IMAGE = "\ufdd1"
 
 PROBE_TOOL_NAME = "probe_tool"
 
@@ -93,7 +93,7 @@ class MessageForm:
     empty_content: str | None = ""  # For messages with only tool calls.
     parsed_arguments: bool = True  # An object rather than JSON text.
     short_ids: bool = False  # Nine letters or digits (Mistral).
-    tools_in: str = ""  # If the template does not: the role to declare tools as text.
+    tools_in: str = ""  # The role that declares tools as text; empty if the template does.
     in_parts: bool = False  # Always a list of parts (SmolVLM).
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
@@ -129,11 +129,7 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Names are `default`, and perhaps `tool_use` for requests with tools.
-
-        Raises ConfigError if a template does not compile, `default` is missing, or one of `kwargs` is not
-        used.
-        """
+        """Names are `default`, and perhaps `tool_use` for requests with tools. Raises ConfigError."""
         if "default" not in templates:
             names = ", ".join(sorted(templates))
             raise ConfigError(f"{origin} has chat templates, and none is called `default`: {names}")
@@ -255,7 +251,6 @@ def _parts(content: str, has_images: bool) -> list[dict[str, str]]:
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
-    """For a template without tools: the first message of `role` declares them."""
     written: list[ChatMessage] = []
     for number, message in enumerate(messages):
         text = message.get("content") or ""

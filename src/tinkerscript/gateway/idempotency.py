@@ -40,10 +40,10 @@ class RequestFingerprint(msgspec.Struct, frozen=True):
 @dataclass(slots=True, eq=False)
 class Attempt:
     fingerprint: RequestFingerprint
-    call_id: str | None = None  # Once all choices are recorded.
+    call_id: str | None = None
     is_recording: bool = False  # Recorded even if the client disconnects.
-    delivered: bool = False  # The client was still connected.
-    done: asyncio.Event = field(default_factory=asyncio.Event)  # Set even by an error.
+    delivered: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class IdempotencyCache:

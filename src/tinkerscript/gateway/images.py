@@ -27,7 +27,7 @@ _DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+);base64,", re.IGNORECASE)
 
 _PLACEHOLDER = "<image>"
 
-_MAX_SIDE = 4096  # transformers resizes larger images down to it.
+_MAX_SIDE = 4096  # transformers resizes larger images.
 
 
 def file_of(url: str, where: str) -> bytes:
@@ -56,7 +56,6 @@ def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
     """
     data = file_of(url, where)
     try:
-        # Reads only the size.
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             IMAGE_PIXELS.check(width * height, where)

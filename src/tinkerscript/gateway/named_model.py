@@ -83,7 +83,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     claim: OpenClaim
     call: ModelCall
     session: Session
-    turns: list[Turn]  # One per prompt.
+    turns: list[Turn]
     header: ReplyHeader
     attempt: Attempt
 
@@ -279,9 +279,8 @@ class NamedModel(ABC):
             return ClaimState(claim, Session(self._prompts), IdempotencyCache())
         key = (claim.episode_uuid, claim.attempt)
         if key not in self._states:
-            # Raises if the claim was lost meanwhile.
             calls = calls_of(await self._claims.calls(claim), self.role)
-            if key not in self._states:  # Another request may have restored it.
+            if key not in self._states:
                 session = Session.restore(self._prompts, calls)
                 self._states[key] = ClaimState(claim, session, IdempotencyCache(calls))
         return self._states[key]

@@ -33,7 +33,7 @@ from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.tokenizer import LightTokenizer
 
-REPLY_TOKENS = 4096  # If the program sets no limit.
+REPLY_TOKENS = 4096
 MAX_TIMEOUTS = 16  # A server may charge for a timed-out request without an answer to record.
 
 
@@ -46,7 +46,6 @@ class TextOnly:
     max_context = 2**31
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
-        # Required by the dialects, but unused.
         self.tokenizer = tokenizer
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
@@ -191,7 +190,7 @@ def request_of(call: ModelCall) -> dict[str, Any]:
         request["response_format"] = _response_format(call.json_schema)
     if call.template_kwargs:
         request["chat_template_kwargs"] = call.template_kwargs
-    fields: Mapping[str, tuple[Any, Any]] = {  # Servers refuse fields they do not know.
+    fields: Mapping[str, tuple[Any, Any]] = {  # Servers refuse unknown fields.
         "temperature": (call.temperature, None),
         "top_p": (call.top_p, 1.0),
         "top_k": (call.top_k, -1),

@@ -15,7 +15,7 @@ TokenBytes = Callable[[int], Sequence[int] | None]
 
 
 class _State(Enum):
-    START = auto()  # Reasoning may still start.
+    START = auto()
     REASONING = auto()
     CONTENT = auto()
     UNDECIDED = auto()  # Waits for the end.
@@ -46,7 +46,6 @@ class PartialReply:
         elif reply_format is None or reply_format.harmony:
             self._state = _State.UNDECIDED
         self._reasoning, self._content = _StablePrefix(cut_at), _StablePrefix(cut_at, strip=not plain)
-        # May be part of a marker.
         self._text = ""
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:

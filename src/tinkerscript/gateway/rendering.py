@@ -53,7 +53,7 @@ from tinkerscript.tokenizer import (
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 
-# Characters. Longer texts are encoded after rendering.
+# Characters; longer texts are encoded after rendering.
 LONG_TEXT = 100
 # Renderers that agree on these write the same chat format.
 PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [

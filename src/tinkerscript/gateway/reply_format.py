@@ -21,7 +21,6 @@ _DECODER = json.JSONDecoder()
 
 _SPACE = re.compile(r"\s*")
 
-# The most common first.
 THINKING = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -39,7 +38,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ReadReply:
-    content: Sequence[str]  # The texts outside the calls.
+    content: Sequence[str]
     reasoning: str = ""
     calls: Sequence[NamedCall] = ()
 
@@ -74,7 +73,6 @@ class ReplyFormat:
         reasoning, rest, closed = self.split_reasoning(text)
         found = None if closed else next(blocks(reasoning, schemas), None)
         if found and self.calls and reasoning.startswith(self.calls.openers, found.start):
-            # Reasoning without an end marker.
             reasoning, rest = reasoning[: found.start], reasoning[found.start :]
         content: list[str] = []
         calls: list[NamedCall] = []

@@ -101,7 +101,7 @@ class TemplateRendering:
         try:
             prompt = self._template.text(history[:-1], tools, generation=True, now=now)
         except GatewayError:
-            return None  # The template needs the new messages.
+            return None
         end = self._end_of_turn(whole, len(prompt))
         if end is None or not whole.startswith(prompt):
             return None

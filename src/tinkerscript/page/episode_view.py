@@ -28,7 +28,6 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
 EPISODE_TEXT_CHARS = 50_000
-"""The token view has the rest of a message."""
 
 MAX_SIBLINGS = 256
 
@@ -226,7 +225,7 @@ def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[Episode
 
 
 def siblings(ledger: LedgerReader, own: EpisodeLine) -> list[EpisodeLine]:
-    """Those that count, or the undone ones for an undone episode."""
+    """The group's episodes that count, or the undone ones for an undone episode."""
     # Without `+ 0` SQLite would scan all episodes of clients' samples.
     rest = "e.group_id = ? AND e.step + 0 = ? AND e.label = ? AND e.undone = ? ORDER BY e.end_number"
     given = (own.group_id, own.step, own.label, own.undone or 0)

@@ -30,7 +30,7 @@ CHUNK = 200
 MAX_INDEXED_CHARS = 65_536
 
 BAD_CALLS = NotRecordedError, ValueError, RecursionError
-"""They skip calls that no gateway wrote."""
+"""Errors of calls that no gateway wrote; lists and searches skip them."""
 
 _SCHEMA = """
 BEGIN IMMEDIATE;

@@ -32,7 +32,7 @@ MAX_CLIENTS = 10_000
 MIN_AGE_S = 5.0  # Otherwise a first result looks fast.
 MESSAGE_CHARS = 300
 POLLING_S = 35.0  # A live worker's long polls last 30 s.
-SHUTDOWN_S = 2.5  # For clients to learn of the run's end.
+SHUTDOWN_S = 2.5
 
 
 class Pause(NamedTuple):
@@ -252,8 +252,6 @@ class Clients:
 
 
 class RunEnd:
-    """Whether the run is finished, and which clients do not know it."""
-
     def __init__(self, clients: Clients, *, shutdown_s: float = SHUTDOWN_S) -> None:
         self._clients = clients
         self._shutdown_s = shutdown_s

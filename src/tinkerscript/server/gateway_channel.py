@@ -29,8 +29,6 @@ from tinkerscript.trainer_link.messages import (
 )
 from tinkerscript.trainer_link.remote_sampling import SampleService
 
-# From a gateway process
-
 
 class Ready(Tagged, frozen=True):
     """The process accepts connections."""
@@ -69,8 +67,6 @@ class AskCalls(Tagged, frozen=True):
 Ask = AskOpen | AskBegin | AskRecord | AskCalls
 
 FromGateway = Ready | Ask | CallOver | Sample | CancelSample
-
-# To a gateway process
 
 
 class Setup(Tagged, frozen=True):

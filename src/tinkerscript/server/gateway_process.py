@@ -42,10 +42,7 @@ from tinkerscript.trainer_link.remote_sampling import LinkSampler
 
 
 def run_gateway(number: int, *, channel: int, listener: int) -> None:
-    """Serve until stopped. Raises ConfigError.
-
-    `channel` and `listener` are file descriptors.
-    """
+    """`channel` and `listener` are file descriptors. Raises ConfigError."""
     sockets = socket.socket(fileno=channel), socket.socket(fileno=listener)
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
         runner.run(GatewayProcess(number, os.environ).run(*sockets))

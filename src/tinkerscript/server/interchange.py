@@ -129,7 +129,7 @@ class Interchange:
         )
 
     async def recall(self, uuids: Iterable[str]) -> None:
-        """Load episodes that only the ledger has. Raises StoreError."""
+        """Episodes that only the ledger has. Raises StoreError."""
         missing = [uuid for uuid in uuids if uuid not in self.book and _is_text(uuid)]
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
@@ -189,7 +189,6 @@ class Interchange:
         self.run_end.close()
 
     def settle(self) -> None:
-        """Write the book's changes to the ledger, and notify whom they concern."""
         changes = self.book.take_changes()
         changed = [*changes.added.values(), *changes.saved.values()]
         write_changes(self._ledger, changes)

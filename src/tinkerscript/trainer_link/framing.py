@@ -113,7 +113,7 @@ def set_options(socket: zmq.asyncio.Socket, address: str) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.IPV6, int("[" in address))
-    # They stay open to a stopped machine; the heartbeat ends them, so a trainer reaches the next server.
+    # Connections to a stopped machine stay open; the heartbeat lets a trainer reach the next server.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
 

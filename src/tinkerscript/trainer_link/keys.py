@@ -183,7 +183,7 @@ class LinkGuard:
 
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys) -> None:
         self._allowed = zmq.utils.z85.decode(keys.trainer_public)
-        # Before the link: without a handler libzmq accepts every key.
+        # Bound before the link, because without a handler libzmq accepts every key.
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ZAP_ADDRESS)

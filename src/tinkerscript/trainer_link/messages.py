@@ -88,8 +88,6 @@ class Register(Tagged, frozen=True):
 
 
 class Received(Tagged, frozen=True):
-    """Confirms outcomes, so the server may send more."""
-
     position: int
 
 
@@ -402,7 +400,6 @@ def check_episode(episode: NewEpisode) -> None:
         payload = msgspec.json.decode(episode.payload, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the payload of an episode must be a JSON object: {error}") from error
-    # Counting brackets is cheap and bounds most depths.
     brackets, depth = episode.payload.count(b"{") + episode.payload.count(b"["), PAYLOAD_DEPTH.limit
     if brackets > depth and depth_is_beyond(payload, depth):
         raise ValueError(f"the payload of an episode is nested more than {depth} deep; flatten it")

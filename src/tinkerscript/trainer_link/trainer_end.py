@@ -118,7 +118,6 @@ class TrainerLink:
         """`keys` are required if `server.json` names `link_keys`. `note` shows a message to the user."""
         self.stop_requested = asyncio.Event()
         self.refused_handshakes = 0
-        """Refused by the server, or without the expected key."""
 
         self._address = address
         self._keys = keys
@@ -399,7 +398,6 @@ class TrainerLink:
 
     def _send_registrations(self, episodes: Iterable[NewEpisode]) -> None:
         chunk, size = list[NewEpisode](), 0
-        # The server must never have part of a group.
         for _, members in itertools.groupby(episodes, key=attrgetter("group_id")):
             group = list(members)
             more = sum(len(each.payload) for each in group)

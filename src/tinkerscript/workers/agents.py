@@ -48,7 +48,7 @@ TESTS = "tests"
 
 class AgentTask(InspectTask):
     def __init__(self, name: str, agent: str, time_limit_s: float, /, **args: Any) -> None:
-        """Raises ConfigError for an invalid task or `tests`, and WorkerError for a missing agent."""
+        """Raises ConfigError or WorkerError."""
         super().__init__(name, **args)
         program = agent_named(agent)
         installation_of(program)

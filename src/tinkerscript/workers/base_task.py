@@ -36,7 +36,6 @@ if TYPE_CHECKING:  # This needs aiohttp, which the extras of the kinds install.
 
 __all__ = ["EpisodeModel", "Task", "TaskSample", "named_scores"]
 
-# Between the first seeds of generated training and evaluation samples.
 HELD_OUT_SEED = 1_000_000
 TRANSCRIPT_S = 10.0  # At the end of the transcript's episode.
 TaskSample: TypeAlias = Mapping[str, JsonValue]

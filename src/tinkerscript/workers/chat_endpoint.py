@@ -1,4 +1,4 @@
-"""`ChatEndpoint` makes the model calls of a worker's rollouts over shared connections."""
+"""The model calls of a worker's rollouts."""
 
 from __future__ import annotations
 

@@ -60,7 +60,6 @@ class InspectTask(Task):
 
     @property
     def sandbox_type(self) -> str | None:
-        # None if samples have no sandbox or individual ones.
         return self.options.sandbox.sandbox_type if self.options.sandbox else self.info.sandbox_type
 
     def samples(self, *, held_out: bool) -> list[dict[str, Any]]:

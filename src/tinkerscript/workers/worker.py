@@ -88,7 +88,7 @@ class WorkerOptions:
     client_uuid: str | None = None
     episode_type: ClaimType = "any"
     pool: str = TRAINER_POOL  # The trainer's, or a registering client's `client_uuid`.
-    # Seconds without activity after which claims lose their lease.
+    # Seconds without activity before claims lose their lease.
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     exit_with_parent: bool = False  # When standard input, a pipe from the parent, closes.
     grace_s: float = DEFAULT_GRACE_S  # For running episodes after SIGTERM.
@@ -249,8 +249,6 @@ def load_rollout(script: str | Path) -> RolloutFunction:
 
 
 class TaskRollout:
-    """For `tinkerscript.client.run`. Calls may be concurrent, inside its block."""
-
     def __init__(
         self,
         tasks: Mapping[str, Task],

@@ -46,16 +46,14 @@ _encode = msgspec.json.Encoder().encode
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_PROMPT = 8_192  # Bytes from which a thread does the work (a millisecond).
-LONG_HISTORY = 2**18  # The same for comparing text with earlier calls.
+LONG_PROMPT = 8_192  # Bytes; the work takes a millisecond, so a thread does it.
+LONG_HISTORY = 2**18
 
 # Encoding releases the GIL; more threads would delay the event loop.
 _THREADS = ThreadPoolExecutor(2, "long prompts")
 
 
 class ConversationRenderer(Protocol):
-    """Makes the ids of prompts; empty for a model with unknown ids."""
-
     tokenizer: LightTokenizer
     max_context: int  # Tokens of prompt and reply together.
 
@@ -87,7 +85,7 @@ class Session:
 
     @classmethod
     def restore(cls, renderer: ConversationRenderer, calls: Iterable[Call]) -> Session:
-        """`calls` are oldest first. Raises ValueError for a missing parent."""
+        """Raises ValueError for a missing parent."""
         session = cls(renderer)
         for call in with_messages(calls):
             turn = session._recorded_turn(call)

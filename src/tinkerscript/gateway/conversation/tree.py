@@ -37,23 +37,22 @@ from tinkerscript.gateway.chat_messages import (
 )
 from tinkerscript.rollouts.call import MatchedBy, PlacedImage, moved_images
 
-PROMPT = "prompt"  # A prompt of text or ids. No chat uses this role.
+PROMPT = "prompt"  # A role that no chat uses.
 
 
-# Unrelated to any conversation, as in a subagent's first call.
+# The fork reasons, which docs/tokens.md explains.
 NEW_CONVERSATION = "new_conversation"
-SAMPLED_AGAIN = "sampled_again"  # The same messages as before, as for a parallel sample.
-NO_NEW_MESSAGES = "no_new_messages"  # They end with the assistant's reply.
+SAMPLED_AGAIN = "sampled_again"
+NO_NEW_MESSAGES = "no_new_messages"
 TOOLS_CHANGED = "tools_changed"
 SYSTEM_CHANGED = "system_changed"
-# By dropping messages or replacing them by fewer.
 HISTORY_SHORTENED = "history_shortened"
 TOOL_RESULT_EDITED = "tool_result_edited"
-TEXT_DROPPED = "text_dropped"  # Its tool calls came back without its text.
-REASONING_EDITED = "reasoning_edited"  # Dropping reasoning does not fork.
+TEXT_DROPPED = "text_dropped"
+REASONING_EDITED = "reasoning_edited"
 HISTORY_EDITED = "history_edited"
-RENDERER_REFUSED = "renderer_refused"  # The chat format cannot continue from the sampled ids.
-TEMPLATE_REWRITES = "template_rewrites"  # New messages change how the template writes earlier ones.
+RENDERER_REFUSED = "renderer_refused"
+TEMPLATE_REWRITES = "template_rewrites"
 
 FORK_REASONS = (
     NEW_CONVERSATION,
@@ -83,8 +82,8 @@ class Conversation(NamedTuple):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    parent: Node | None  # None for a fully rendered prompt.
-    prompt: bytes  # int32, the whole prompt.
+    parent: Node | None
+    prompt: bytes  # int32
     new_prompt: bytes  # int32, after the parent's prompt and sampled ids.
     images: list[PlacedImage] = []  # Of `new_prompt`.
     matched_by: MatchedBy | None = None
@@ -110,7 +109,6 @@ class Node:
         self.new_messages = turn.new_messages
         self.new_prompt = turn.new_prompt
         self.new_images = turn.images
-        # Looking at all turns each time would be slow.
         self.has_images = bool(turn.images) or (turn.parent is not None and turn.parent.has_images)
         self.sampled = sampled
         self.reply = reply
@@ -120,14 +118,13 @@ class Node:
         before = turn.parent.reply if turn.parent else None
         # Computing them reads long tool arguments.
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
-        # Only a root has any.
         self.written = [
             (index, reasoning_of(message))
             for index, message in enumerate(turn.new_messages)
             if message["role"] == "assistant"
         ]
 
-        self.state = ROOT_STATE  # Set by `MessageIndex`.
+        self.state = ROOT_STATE
         self.extended = False
         self.pending = 0
 
@@ -169,7 +166,7 @@ class MessagePath(NamedTuple):
     messages: list[ChatMessage]
     keys: list[Hashable]
     tools_key: bytes
-    history_length: int  # Up to the last assistant message.
+    history_length: int
     states: list[int]  # Around the messages, as far as they exist.
 
     @property
@@ -186,7 +183,7 @@ class MessageIndex:
         self._edges: dict[tuple[int, Hashable], int] = {}
         self._replies: dict[int, list[Node]] = {}
         self._prompted: dict[int, set[bytes]] = {}
-        self._through: dict[int, Node] = {}  # The last call through a state.
+        self._through: dict[int, Node] = {}
         self._named: dict[str, Node] = {}
         # By the keys of the message before (None: any) and the reply.
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}

@@ -1,7 +1,6 @@
 """Agent mode ignores fields that coding agents send whether or not a server honors them.
 
-Routes under `/agent` drop `AGENT_FIELDS`, which are recorded (`Call.ignored`) and counted in the alignment
-report.
+Dropped fields are recorded (`Call.ignored`) and counted in the alignment report.
 
 Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-swe-agent 2.4.
 """

@@ -1,8 +1,7 @@
-"""Anthropic Messages: the route, its replies, events and errors.
+"""Anthropic Messages: the route, its replies, events and errors (docs/protocol.md).
 
-Our extension `return_token_ids` adds `prompt_token_ids` and `token_ids` (with a grammar also `constrained`)
-to the reply, or to a stream's first and last event. A thinking block's signature is its message's id, by
-which the session finds the reply again. Tool calls come last, each in one delta.
+A thinking block's signature is its message's id, by which the session finds the reply again. Tool calls come
+last, each in one delta.
 
 Source: https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/api/messages-streaming,
 https://docs.anthropic.com/en/api/errors

@@ -1,8 +1,6 @@
 """Anthropic Messages: requests for a message and for the token count of its prompt.
 
-`thinking` only decides whether thinking is shown: the model reasons as trained. As at Anthropic,
-`budget_tokens` is a target and `max_tokens` the limit. A reply's blocks, sent back with or without thinking,
-become the message that was sampled.
+A reply's blocks, sent back with or without thinking, become the message that was sampled.
 
 Source: https://docs.anthropic.com/en/api/messages
 """
@@ -243,7 +241,7 @@ def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None
             normalized += _user(message.role, message.content, where)
             continue
         if reply is None:
-            # As at Anthropic.
+            # Anthropic treats consecutive assistant messages as one.
             reply = {"role": "assistant", "content": ""}
             normalized.append(reply)
         _extend_reply(reply, message.content, where)

@@ -1,8 +1,4 @@
-"""OpenAI chat completions.
-
-Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` to the reply and `token_ids`
-(with a grammar also `constrained`) to each choice. Unless `tool_choice` requires a call, a tool's `strict` is
-not enforced.
+"""OpenAI chat completions (docs/protocol.md has our extensions).
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """

@@ -1,8 +1,5 @@
 """OpenAI's older text completions, without a chat format or a BOS token.
 
-Our extensions are `top_k` and `return_token_ids`, which adds `token_ids` and `prompt_token_ids` to each
-choice.
-
 Source: https://platform.openai.com/docs/api-reference/completions
 """
 

@@ -106,7 +106,7 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
 
 
 class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
-    call_id: str  # The first choice's.
+    call_id: str
     created: int  # Unix time in seconds.
     model: str
     prompt: bytes  # The first prompt's int32 ids.
@@ -126,7 +126,7 @@ class MessageDelta(SampledTokens, frozen=True, kw_only=True):
     """Text and tokens are not aligned, because text may be held back."""
 
     index: int
-    content: str = ""  # Text that can no longer change.
+    content: str = ""
     reasoning: str = ""
 
 

@@ -51,7 +51,7 @@ class OpenAIDialect(Dialect[CallT]):
 
 class _StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None  # We do not pad chunks.
+    include_obfuscation: Literal[False] | None = None
 
 
 class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -1,8 +1,7 @@
-"""OpenAI Responses: the route, its replies and its events.
+"""OpenAI Responses: the route, its replies and its events (docs/protocol.md).
 
-Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` and `token_ids` (with a
-grammar also `constrained`). Ids are the call's id with a prefix (`resp_`; for items `rs_`, `msg_`, `fc_`), so
-that a conversation sent back names the call. Function calls come last, each with its arguments in one delta.
+Ids are the call's id with a prefix (`resp_`; for items `rs_`, `msg_`, `fc_`), so that a conversation sent
+back names the call. Function calls come last, each with its arguments in one delta.
 
 Source: https://platform.openai.com/docs/api-reference/responses/object,
 https://platform.openai.com/docs/api-reference/responses-streaming
@@ -144,7 +143,6 @@ class ResponseEvents(EventStream):
 
         self._items = 0
 
-        # Without its text.
         self._open: Item | None = None
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []

@@ -1,8 +1,7 @@
 """OpenAI Responses: requests for a response and for the token count of its prompt.
 
-`previous_response_id` continues a response of the same claim, even after a restart and regardless of `store`.
-Outside episodes, a model keeps the latest responses in memory unless `store` is false. As with OpenAI,
-instructions do not carry over, and tools must be sent again.
+`previous_response_id` continues a response of the same claim. Outside episodes, a model keeps the latest
+responses in memory unless `store` is false.
 
 A response's items, sent back with or without reasoning, become the one message that was sampled. Consecutive
 items belong to one message while they keep a reply's order (reasoning, text, calls) and no id contradicts

@@ -44,7 +44,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Probe:
     server: VllmServer
     model: str
-    prompts: Sequence[list[int]]  # A few tokens suffice.
+    prompts: Sequence[list[int]]
 
     async def run(
         self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True

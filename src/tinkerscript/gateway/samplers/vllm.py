@@ -56,7 +56,7 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
     logprobs: list[float]  # -9999.0 and NaN stand for values that the server could not send.
     stop_reason: StopReason
-    top: list[dict[int, float]] = []  # Per position, if requested.
+    top: list[dict[int, float]] = []
     scores: list[float] = []  # Of the prompt from `score_from` on, at temperature 1.
     is_cut: bool = False  # By a `Cut`; makes `stop_reason` meaningless.
 

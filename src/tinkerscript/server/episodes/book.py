@@ -275,7 +275,7 @@ class EpisodeBook:
         for group in groups.values():
             is_spoiled = any(episode.sequence in spoiled for episode in group)
             (kept if _can_train(group, used) and not is_spoiled else given_up).extend(group)
-            for episode in group if is_spoiled else ():  # So that its sample is asked again.
+            for episode in group if is_spoiled else ():  # Its sample is asked again.
                 episode.undone = resumption
                 self._touch(episode)
         for episode in kept:
@@ -411,7 +411,10 @@ class EpisodeBook:
         return closed
 
     def retry(self, uuid: str) -> EpisodeRecord:
-        """Raises UnknownEpisodeError, or ConflictError unless it has failed and the failure is not final."""
+        """Requeue a failed episode with new attempts.
+
+        Raises UnknownEpisodeError, or ConflictError with the reason.
+        """
         episode = self._get_failed(uuid)
         if stands := episode.why_failure_stands():
             raise ConflictError(stands)
@@ -429,8 +432,8 @@ class EpisodeBook:
     def drop(self, uuid: str) -> EpisodeRecord:
         """Remove a failed episode from the list of failures. Idempotent.
 
-        Consumes it in a client's pool, where no trainer waits for it. Raises UnknownEpisodeError or
-        ConflictError.
+        In a client's pool, where no trainer waits for it, this also consumes it. Raises UnknownEpisodeError
+        or ConflictError.
         """
         episode = self._get_failed(uuid)
         if not episode.consumed:

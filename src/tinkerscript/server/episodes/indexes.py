@@ -28,7 +28,7 @@ from tinkerscript.server.episodes.record import (
     Status,
 )
 
-RequestKey = tuple[str, str]  # `client_uuid` and `claim_request_id`.
+RequestKey = tuple[str, str]
 
 # Consumed episodes that only the ledger has.
 PastCounts = Mapping[tuple[str, EpisodeType, State], int]
@@ -247,7 +247,6 @@ def _wake(client: _Waiting) -> None:
         client.set_result(None)
 
 
-# How often claims with a running model call are checked.
 CHECKED_S = 1.0
 
 

@@ -29,12 +29,12 @@ Status = Literal["registered", "claimed", "ended", "accepted", "failed"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 # Only the server records these kinds.
-UNDELIVERABLE = "undeliverable"  # The result is too large for a message.
+UNDELIVERABLE = "undeliverable"
 CANCELLED = "cancelled"
 BAD_PAYLOAD = "bad_payload"  # The payload fits in no reply.
 LEASE_EXPIRED = "lease_expired"
 CLAIM_EXPIRED = "claim_expired"
-CLIENT_GONE = "client_gone"  # It disconnected before it got the claim.
+CLIENT_GONE = "client_gone"
 WORKER_DIED = "worker_died"  # Reported by its trainer.
 CLIENT_STOPPED = "client_stopped"
 
@@ -197,7 +197,7 @@ class Changes:
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 
 
-# They run after their transaction's rows, when the claim may be over.
+# Runs after its transaction's rows, when the claim may be over.
 _SET_CLAIMED = """
 UPDATE {s}episodes SET state = 'claimed' WHERE sequence = ? AND state = 'registered' AND EXISTS
     (SELECT 1 FROM {s}attempts WHERE episode = sequence AND attempt = ? AND failure IS NULL)

@@ -109,7 +109,6 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
     return NewEpisode(
         episode_uuid=body.episode_uuid,
         episode_type=body.episode_type,
-        # Without a task id, each episode is a group.
         group_id=body.group_id or f"{pool}/{body.task_id or body.episode_uuid}",
         payload=payload,
         pool=pool,
