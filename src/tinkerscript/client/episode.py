@@ -123,14 +123,14 @@ class Episode:
     """Seconds after which the claim ends regardless; 0 if unknown."""
 
     max_transcript_bytes: int = 0
-    """0 if the server accepts none."""
+    """The server's limit; 0 if it accepts no transcript."""
 
     roles: tuple[str, ...] = ()
     """Names for `model`, besides the policy's."""
 
     run: str = ""
     server_url: str = ""
-    """For other endpoints than the model's."""
+    """The claim's other endpoints; a gateway process only answers model calls."""
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
 

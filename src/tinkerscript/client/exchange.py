@@ -95,7 +95,7 @@ class Response:
 
 
 Reply: TypeAlias = Response | Exception | None
-"""None after a `Wait`."""
+"""The response, or the error that prevented it; None after a `Wait`."""
 
 Operation: TypeAlias = Generator[HttpRequest | Wait, Reply, T]
 

@@ -39,7 +39,7 @@ class ClientSettings:
     """None if not required."""
 
     timeout_s: float | None = DEFAULT_TIMEOUT_S
-    """For outages. None: no limit."""
+    """Limits retries during an outage. None: no limit."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without activity after which a lease expires."""
@@ -150,7 +150,7 @@ def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """From the variable `name`, or the file named by `<name>_FILE`.
+    """Return the token in the variable `name`, or in the file named by `<name>_FILE`.
 
     Raises ValueError for an empty or unreadable file.
     """

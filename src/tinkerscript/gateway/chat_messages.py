@@ -155,7 +155,7 @@ def is_encodable(text: str) -> bool:
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Also drops the instructions of earlier requests."""
+    """Append `messages`, and drop the instructions of earlier requests."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]

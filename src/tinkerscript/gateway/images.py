@@ -147,7 +147,7 @@ class ImageFormat:
         return f"{tiles}\n{whole}" if rows else whole
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """(0, 0) if the image is a single tile."""
+        """Return (0, 0) if the image is a single tile."""
         if not self._splits:
             return 0, 0
         if self._resizes:
@@ -184,6 +184,6 @@ def _even(side: int) -> int:
 
 
 def files_in(messages: Iterable[ChatMessage], images: Iterable[PlacedImage]) -> dict[str, bytes]:
-    """By digest; `images` are those in `messages`."""
+    """Return the files of `images`, which are in `messages`, by digest."""
     found = (image["sha256"] for message in messages for image in images_of(message))
     return {digest: image.data for digest, image in zip(found, images, strict=True)}

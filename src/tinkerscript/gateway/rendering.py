@@ -348,7 +348,7 @@ def _writes_history_alike(config: RendererConfig) -> bool:
 def _fits(
     renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
 ) -> bool:
-    """Compares the probe conversations that the template accepts."""
+    """Return whether both agree on the probe conversations that the template accepts."""
     for messages, tools in PROBE_CONVERSATIONS:
         if not has_history and any(message["role"] == "assistant" for message in messages):
             continue

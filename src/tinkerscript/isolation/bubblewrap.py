@@ -129,7 +129,7 @@ def group_parents() -> list[Path]:
 
 
 def _parent_of(controller: str) -> tuple[Path | None, str]:
-    """Also returns the limit's file."""
+    """Return the group below which this process may limit `controller`, and the limit's file."""
     for number, controllers, path in _own_groups():
         if controller in controllers:
             file = "memory.limit_in_bytes" if controller == "memory" else "pids.max"
@@ -303,7 +303,7 @@ class Bubblewrap:
         ]
 
     async def listen(self, port: int) -> socket.socket:
-        """This process accepts the sandbox's connections."""
+        """Listen on the sandbox's loopback interface; this process accepts."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
             process = await asyncio.create_subprocess_exec(

@@ -142,7 +142,7 @@ def write_audit(
 
 
 def read_audit(folder: Path) -> list[dict[str, Any]]:
-    """Newest first."""
+    """Return the latest actions, newest first."""
     path = folder / AUDIT_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in reversed(lines[-1000:])]

@@ -144,7 +144,7 @@ def _variable(name: str) -> str:
 
 
 def _function(name: str) -> str:
-    """From imports to exports."""
+    """Rewrite a module as a function body, from imports to exports."""
     text = (PAGE_FILES / name).read_text(encoding="utf-8")
     names = re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", text, re.MULTILINE)
     renamed: dict[str, str] = {}

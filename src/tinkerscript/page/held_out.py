@@ -52,7 +52,7 @@ class ComparisonQuery(BaseModel):
 
 
 class Attempts(BaseModel):
-    """Under one policy version, or several consecutive ones if there are very many."""
+    """Covers one policy version, or several consecutive versions if there are very many."""
 
     policy_version: int | None = Field(description="The first version; null if not recorded.")
     episodes: int

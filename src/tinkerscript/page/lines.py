@@ -345,7 +345,7 @@ def parse(text: str) -> Query:
 
 
 def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
-    """Newest first. Raises NotRecordedError for a malformed query."""
+    """Return the newest matches. Raises NotRecordedError for a malformed query."""
     query = parse(text)
     if named := lines(ledger, "e.uuid = ?", (text.strip(),), limit=1):
         return SearchPage(episodes=named, next=None)

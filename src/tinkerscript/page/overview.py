@@ -41,7 +41,7 @@ class PhaseProgress(BaseModel):
 
 
 class EvaluationProgress(BaseModel):
-    """Begun and not ended; a resumed run makes it again."""
+    """An evaluation that has not ended; a resumed run makes it again."""
 
     label: str
     step: int
@@ -200,7 +200,7 @@ def _waiting(status: dict[str, Any]) -> CurrentWait | None:
 
 
 def state(status: dict[str, Any]) -> State:
-    """ "stopped" if the trainer is gone."""
+    """Return the last report, or "stopped" if the trainer is gone."""
     said: State = status.get("state", "stopped")
     if said == "running" and "process" in status and ProcessId(*status["process"]).is_gone():
         return "stopped"
@@ -208,7 +208,7 @@ def state(status: dict[str, Any]) -> State:
 
 
 def evaluations(ledger: LedgerReader, *, newest: int | None = None) -> list[Evaluation]:
-    """All, or the first and the `newest` ones."""
+    """Return all evaluations, or the first and the `newest` ones."""
     columns = "label, step, time, policy_version, score, accepted, failed"
     query = f"SELECT {columns} FROM evaluations WHERE undone = 0 ORDER BY step, time"
     rows = ledger.rows(query)

@@ -40,7 +40,7 @@ LOOK_AGAIN_S = 2.0
 
 
 class Runs:
-    """In a folder, or below it. Thread-safe."""
+    """The run in a folder, or the runs below it. Thread-safe."""
 
     def __init__(self, root: Path, admin_token: str | None = None) -> None:
         self.root = root

@@ -89,7 +89,7 @@ _read_place = msgspec.json.Decoder(_Place).decode
 def transcript_view(
     ledger: LedgerReader, uuid: str, *, attempt: int | None = None, offset: int = 0
 ) -> TranscriptView:
-    """By default of the last attempt. Raises NotRecordedError."""
+    """Return events, by default of the last attempt. Raises NotRecordedError."""
     number, attempts, attempt = _find_transcript(ledger, uuid, attempt)
     text = ledger.transcript(number, attempt)
     with _one_at_a_time:

@@ -38,7 +38,7 @@ SHUTDOWN_S = 2.5
 class Pause(NamedTuple):
     reason: str
     is_refusal: bool
-    """Give up (403) rather than ask again."""
+    """Whether the client should give up (403)."""
 
 
 @dataclass(slots=True)
@@ -48,11 +48,11 @@ class ClientRecord:
     ended: int = 0
     failed: int = 0
     failures: int = 0
-    """In a row; the next three fields concern these."""
+    """Its latest failures in a row. The next three fields concern these."""
 
     succeeded_before: int = 0
     failed_before: int = 0
-    """Attempts that all clients had ended before."""
+    """How many attempts all clients had ended before."""
 
     message: str = ""
     next_claim: float = -math.inf

@@ -129,14 +129,14 @@ class Interchange:
         )
 
     async def recall(self, uuids: Iterable[str]) -> None:
-        """Episodes that only the ledger has. Raises StoreError."""
+        """Load episodes that only the ledger has. Raises StoreError."""
         missing = [uuid for uuid in uuids if uuid not in self.book and _is_text(uuid)]
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
             await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
 
     async def empty(self, uuids: Sequence[str]) -> set[str]:
-        """Includes episodes that only the ledger has. Raises StoreError."""
+        """Also empties episodes that only the ledger has. Raises StoreError."""
         await self.recall(uuids)
         return self.book.empty(uuids)
 
@@ -170,7 +170,7 @@ class Interchange:
 
     @property
     def idle_clients(self) -> int:
-        """Busy workers also wait, for more."""
+        """Clients that hold no claim. Busy workers also wait, for more."""
         return sum(not self.book.claims_held(name) for name in self._polling)
 
     @contextmanager
@@ -245,7 +245,7 @@ class Interchange:
         await self._ledger.durable()
 
     def when_committed(self, callback: Callable[[], None]) -> None:
-        """Never runs `callback` before this call returns."""
+        """Run `callback` after all settled changes, and never before this call returns."""
         self._ledger.after_commit(callback)
 
     async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
@@ -285,7 +285,7 @@ class Interchange:
                 wakeup, until = None, self._clock()
 
     def withdraw(self, request: ClaimEpisodeRequest, claims: list[Claim]) -> None:
-        """With a request id, the client repeats its request instead."""
+        """Take claims back after a disconnect, unless a request id lets the client ask again."""
         if request.claim_request_id:
             return
         failure = Failure(kind=CLIENT_GONE, message="the client hung up before the reply")
@@ -467,7 +467,7 @@ class Interchange:
             )
 
     def sample_without_trainer(self, model: str) -> None:
-        """An inference server samples."""
+        """Hand out episodes without a trainer, because an inference server samples."""
         self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)
@@ -483,7 +483,7 @@ class Interchange:
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
-        """Silent, or ended with `failure`."""
+        """The trainer is silent, or ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 

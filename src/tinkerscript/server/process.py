@@ -317,7 +317,7 @@ def _certificate(section: InterchangeConfig) -> str:
 
 
 def _lost_ledger(error: BaseException) -> StoreError | None:
-    """None if the error contains any other."""
+    """The StoreError in a term's error, if it contains no other."""
     if isinstance(error, BaseExceptionGroup):
         found = [_lost_ledger(each) for each in error.exceptions]
         return found[0] if None not in found else None

@@ -73,7 +73,7 @@ OVERHEAD = 1024  # Bounds a message's bytes around each call, and the rest.
 
 
 class LastCommit(msgspec.Struct, frozen=True):
-    """In the transaction of the commit's rows."""
+    """Stored in the transaction of the commit's rows."""
 
     trainer: str = ""
     number: int = 0
@@ -346,7 +346,7 @@ class OutcomeStream:
         self._waiting: deque[int] = deque()
         self._position = self._sent = 0
         self._under_way: deque[tuple[int, int]] = deque()
-        """End number and size."""
+        """End number and size of unconfirmed outcomes."""
 
         self._arrived_before = -1
         """The trainer's last end number at the previous `repeat`."""
@@ -358,7 +358,7 @@ class OutcomeStream:
         interchange.on_ended = self._ended
 
     def follow(self, position: int) -> None:
-        """Below 0: send none yet."""
+        """Send outcomes after `position`; below 0, send nothing yet."""
         self._readings += 1
         self._follows = position >= 0
         self._position = self._sent = position

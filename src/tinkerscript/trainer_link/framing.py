@@ -51,7 +51,7 @@ def _log_drop(reason: str, detail: str, _: Tagged | None = None) -> None:
 def frames(
     messages: Iterable[Tagged], drop: Callable[[str, str, Tagged], None] = _log_drop
 ) -> Iterator[bytes]:
-    """In order; `drop` gets unsendable messages."""
+    """Pack messages into frames, in order; `drop` gets unsendable ones."""
     parts, size = list[msgspec.Raw](), 0
     for message in messages:
         try:

@@ -255,7 +255,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def earned(self) -> tuple[float, ...]:
-        """By policy call, up to the last with a share."""
+        """Each policy call's reward, up to the last with a share."""
         own = [self.call_rewards.get(call.call_id, 0.0) for call in self.calls] if self.call_rewards else []
         while own and not own[-1]:
             own.pop()
@@ -263,7 +263,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def policy_versions(self) -> set[int]:
-        """Of all roles' trained weights."""
+        """Versions of all roles' trained weights that sampled a part."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
     def judged(self, reward: float) -> EpisodeAccepted:
@@ -283,7 +283,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
         return EpisodeFailed(failures=[*self.retries, failure], **shared)
 
     def reward_of(self, role: str) -> float:
-        """A role's entry, else its score, else the episode's reward."""
+        """Return a role's own reward, else its score, else the episode's reward."""
         if not role:
             return self.role_rewards.get(POLICY, self.reward)
         return self.role_rewards.get(role, self.log_metrics.get(f"score/{role}", self.reward))

@@ -260,7 +260,7 @@ class TrainerLink:
         return answer
 
     async def outcomes(self) -> list[Outcome]:
-        """In the order of the episodes' ends, each once. Raises LinkError."""
+        """Wait for outcomes, in the order of the episodes' ends, each once. Raises LinkError."""
         while not self._inbox:
             self._check()
             self._news.clear()

@@ -194,7 +194,7 @@ _INSPECT_FACTORY = "tinkerscript.workers.inspect_task:InspectTask"
 
 
 def kind_of(name: str) -> str:
-    """One of `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
+    """Return one of `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
     prefix, colon, rest = name.partition(":")
     if re.fullmatch(r".+\.py:\w+", name):
         return OWN
@@ -208,7 +208,7 @@ def kind_of(name: str) -> str:
 
 
 def load_task(name: str, args: Mapping[str, Any], *, sandbox: str = "") -> Task:
-    """`sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's.
+    """Load a task. `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's.
 
     Raises ConfigError for an unknown name, a missing package, or arguments that the task does not accept, and
     the task's exceptions.

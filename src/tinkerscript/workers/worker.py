@@ -226,7 +226,7 @@ def tasks_with_args(
 
 
 def load_rollout(script: str | Path) -> RolloutFunction:
-    """Puts the script's folder first in `sys.path`, as when Python runs it.
+    """Return a script's `rollout`, with its folder first in `sys.path`, as when Python runs it.
 
     Raises WorkerError for a missing file or function, or a script that cannot be imported.
     """

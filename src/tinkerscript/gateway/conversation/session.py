@@ -121,7 +121,7 @@ class Session:
             return self._started(turn, "messages") if starts else turn
 
     async def plan_ids(self, prompt: bytes) -> Turn:
-        """For a prompt of int32 ids."""
+        """Like `plan`, for a prompt of int32 ids."""
         messages, texts = await in_thread_if(len(prompt) >= LONG_PROMPT, self._message_of, prompt)
         node = self._prompts.find(prompt)
         turn = Turn(
@@ -157,7 +157,7 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Only now is it known which parallel request is the claim's first."""
+        """Give fork reasons: only now is it known which parallel request is the claim's first."""
         labelled: list[Turn] = []
         for turn in turns:
             if turn.parent is None and turn.fork_reason is None:

@@ -235,7 +235,7 @@ class MessageIndex:
         return None
 
     def fork_reason(self, path: MessagePath) -> str | None:
-        """None for the claim's first request."""
+        """Returns None for the claim's first request."""
         if not self._edges:
             return None
         if path.history_length == len(path.messages) and self.find(path):
@@ -344,7 +344,7 @@ def _history_length(messages: Sequence[ChatMessage]) -> int:
 
 
 def edit_reason(known: Conversation, given: Conversation) -> str | None:
-    """The first difference decides."""
+    """Return how `given` first differs from `known`, or None."""
     if _only_system_differs(known, given):
         return SYSTEM_CHANGED
     pairs = zip(known.messages, given.messages, known.keys, given.keys, strict=False)

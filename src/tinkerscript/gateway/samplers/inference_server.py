@@ -62,7 +62,7 @@ class Upstream:
         )
 
     async def get(self, path: str) -> bytes | None:
-        """None if the path does not exist."""
+        """Returns None if the path does not exist."""
         return await self._send("GET", path, None)
 
     async def post(self, path: str, body: Any) -> bytes:
@@ -73,7 +73,7 @@ class Upstream:
         return reply
 
     async def post_optional(self, path: str, body: Any) -> bytes | None:
-        """Not limited in concurrency. None if the path does not exist."""
+        """Like `post`, without the limit on concurrency. Returns None if the path does not exist."""
         return await self._send("POST", path, body)
 
     def close(self) -> None:

@@ -67,10 +67,10 @@ class EpisodeBook:
         self._episodes: dict[str, EpisodeRecord] = {}
         self._unfinished: dict[int, EpisodeRecord] = {}
         self.open_ends: dict[int, EpisodeRecord] = {}
-        """By end number: over, but not consumed."""
+        """Episodes that are over but not consumed, by end number."""
 
         self._failed: dict[int, EpisodeRecord] = {}
-        """By sequence, in order of failure."""
+        """Episodes that were not dropped, in order of failure."""
 
         self._consumed = deque[str]()
         self._claims: dict[str, dict[str, EpisodeRecord]] = {}
@@ -298,7 +298,7 @@ class EpisodeBook:
         return sorted(found, key=attrgetter("sequence"))  # Reopened episodes come last.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
-        """Without groups set aside. `used`: as in `resume`."""
+        """Count the groups that were not set aside. `used` is as in `resume`."""
         planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
         aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
         return len({each.group_id for each in planned} - aside)
@@ -344,7 +344,7 @@ class EpisodeBook:
     def end(
         self, uuid: str, attempt: int, *, reward: float, result: bytes, is_success: bool | None = None
     ) -> EpisodeRecord:
-        """Idempotent for the same result.
+        """Store a claim's result. Idempotent for the same result.
 
         Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a different result.
         """

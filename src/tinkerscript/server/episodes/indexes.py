@@ -335,7 +335,7 @@ class StateCounts:
         self._pools: dict[str, dict[Status, int]] = {TRAINER_POOL: _zeros()}
         self._unfinished: dict[str, int] = {}
         self._payloads: dict[str, int] = {}
-        """In bytes, by pool."""
+        """Payload bytes of unfinished episodes, by pool."""
 
         self.clients_bytes = 0
         """Share of `limits.ALL_POOLS_BYTES`."""

@@ -58,13 +58,13 @@ class EpisodeRecord:
     episode_type: EpisodeType
     group_id: str
     digest: bytes
-    """Of the registration, to recognize a repeated one."""
+    """Identifies a repeated registration."""
 
     payload: bytes
     """JSON; dropped from memory once consumed."""
 
     sample: bytes
-    """Its key in the ledger: the payload's digest."""
+    """The payload's digest, which is its key in the ledger."""
 
     pool: str = TRAINER_POOL
 
@@ -75,7 +75,7 @@ class EpisodeRecord:
     state: State = "registered"
     claimants: list[str] = field(default_factory=list[str])
     request_ids: list[str] = field(default_factory=list[str])
-    """By claim, oldest first; possibly empty."""
+    """`claim_request_id` of each claim, or empty."""
 
     forgiven: int = 0
     """Claims that do not count against `max_attempts`."""
@@ -188,7 +188,7 @@ class Changes:
     """By uuid, without those added."""
 
     claimed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Sequence and attempt. In the episode's row a claim changes only the state."""
+    """Sequence and attempt of new claims, which change only the state in the episode's row."""
 
     consumed: dict[int, bool] = field(default_factory=dict[int, bool])
     """Sequence -> new value."""

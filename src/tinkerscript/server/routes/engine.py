@@ -161,7 +161,7 @@ class EngineRoutes:
 
     @property
     def _trainer_is_there(self) -> bool:
-        """After it reported OFFLINE, it is about to disconnect."""
+        """False once it reported OFFLINE, because it is about to disconnect."""
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
     async def _end_by_force(self) -> None:

@@ -209,7 +209,7 @@ def _mean_reward(traces: Sequence[EnvTrace[Any, Any, Any]]) -> float:
 
 
 def _ended_by(episode: EnvEpisode[Any, Any, Any]) -> str:
-    """The exception of the environment's `run()`, or "".
+    """Return the exception of the environment's `run()`, or "".
 
     The work so far is then scored, as in verifiers' evaluation. Raises WorkerError for every other failure.
     """
