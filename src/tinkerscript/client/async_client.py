@@ -1,4 +1,4 @@
-"""The client for asyncio programs; any operation may be cancelled at any time."""
+"""The client for asyncio programs. Any operation may be cancelled."""
 
 from __future__ import annotations
 
@@ -45,10 +45,7 @@ T = TypeVar("T")
 
 
 class AsyncTinkerScriptClient:
-    """Claims episodes from an interchange server and hands in their results.
-
-    Requests are retried for `timeout_s` seconds while the server is unreachable or busy.
-    """
+    """`TinkerScriptClient` for asyncio programs."""
 
     def __init__(
         self,
@@ -80,10 +77,7 @@ class AsyncTinkerScriptClient:
 
     @classmethod
     def from_env(cls) -> AsyncTinkerScriptClient:
-        """Create a client for the server in TINKERSCRIPT_SERVER_URL, with TINKERSCRIPT_CLIENT_TOKEN.
-
-        First use reads the environment, and raises ValueError for a bad URL or token file.
-        """
+        """Like `TinkerScriptClient.from_env`."""
         client = cls(DEFAULT_SERVER_URL, token="")
         client._settings = None
         return client
@@ -109,7 +103,6 @@ class AsyncTinkerScriptClient:
 
     @property
     def pool(self) -> str:
-        """The pool that `register_episode` fills."""
         return self.settings.pool
 
     async def begin_episode(
@@ -120,12 +113,7 @@ class AsyncTinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> AsyncClaimedEpisode:
-        """Claim an episode, waiting up to `wait_s` seconds (None: no limit).
-
-        `pool` selects the trainer's episodes or a client's own (`client.pool`). An `async with` block gives
-        the episode back if it raises, and with `heartbeat` renews the claim (see `Episode.lost`). Raises
-        NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
-        """
+        """Like `TinkerScriptClient.begin_episode`, for an `async with` block."""
         (episode,) = await self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
 
@@ -138,7 +126,7 @@ class AsyncTinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> list[AsyncClaimedEpisode]:
-        """Claim 1 to `max_episodes` (at most 256) with one request; otherwise like `begin_episode`."""
+        """Like `TinkerScriptClient.begin_episodes`."""
         claims = await self.claim(max_episodes, episode_type, wait_s, pool=pool)
         return [AsyncClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]
 
@@ -312,10 +300,7 @@ class AsyncTinkerScriptClient:
 
     @asynccontextmanager
     async def held(self, episode: Episode, *, heartbeat: bool) -> AsyncGenerator[None]:
-        """Renew the claim in this block, and give the episode back unless the block ends it.
-
-        A claimed episode's own block does this; use it for other `Episode`s.
-        """
+        """Like `TinkerScriptClient.held`."""
         try:
             if heartbeat:
                 async with renewed_by_task(episode, self.heartbeat_episode):
@@ -394,7 +379,7 @@ class AsyncTinkerScriptClient:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncClaimedEpisode(Episode):
-    """In an `async with` block, the claim is renewed, and given back on errors."""
+    """For an `async with` block."""
 
     client: AsyncTinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)

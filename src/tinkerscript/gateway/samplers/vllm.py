@@ -13,13 +13,11 @@ are at https://github.com/vllm-project/vllm:
 - Omitted parameters default to the model's generation_config.json, so we send all.
 - `token_ids` include the stop token, or every token up to the one that completes a stop string.
   `ignore_eos` keeps the request's stop ids.
-- `prompt_logprobs: 0` adds a list with one dict per prompt token, keyed by its id; the first is null.
+- `prompt_logprobs: 0` adds one dict per prompt token, keyed by its id; the first is null.
 - n > 1 with a seed samples n different sequences, as if with consecutive seeds.
 - Streaming through tool parsers loses ids (issues/27482), but completions have no parser. Each chunk
-  has new `token_ids` and `token_logprobs`, the first also `prompt_token_ids`, the last `finish_reason`.
-  We stream only samples that may have to be cut.
+  has new `token_ids` and `token_logprobs`, the first also `prompt_token_ids`.
 - `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped.
-- Servers started for weight updates report their version at `GET /weight_info`.
 """
 
 from __future__ import annotations
