@@ -1,6 +1,7 @@
 """`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it.
 
-While a result is being handed in, its answer decides, and a heartbeat's "lost" is ignored.
+A lease changes once, from held to lost or settled. While a result is being handed in, its answer decides, and
+a heartbeat's "lost" is ignored.
 """
 
 from __future__ import annotations

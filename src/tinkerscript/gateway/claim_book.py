@@ -1,4 +1,7 @@
-"""`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls."""
+"""`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls.
+
+A call is only recorded for a claim that holds its lease.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """`OutsideServer` requests chat completions from a role's OpenAI-compatible server.
 
+Only this server gets the key, and redirects are not followed.
+
 Source: https://platform.openai.com/docs/api-reference/chat
 """
 

@@ -1,6 +1,7 @@
 """`constraint_of` writes a request's requirements on the reply as a grammar over token ids.
 
-In llguidance's Lark dialect, `<[7]>` is the token with id 7.
+`ChatRenderer.parse` reads every complete reply of the grammar as required. In llguidance's Lark dialect,
+`<[7]>` is the token with id 7.
 """
 
 from __future__ import annotations

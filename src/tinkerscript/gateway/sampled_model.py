@@ -1,4 +1,7 @@
-"""`SampledModel` answers calls by sampling, and records every call as token ids."""
+"""`SampledModel` answers calls by sampling, and records every call as token ids.
+
+A failed or abandoned request records nothing.
+"""
 
 from __future__ import annotations
 

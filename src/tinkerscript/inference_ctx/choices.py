@@ -244,6 +244,7 @@ def ids_of_pieces(
 
 
 def _check_sentencepiece(spoken: Sequence[tuple[str, int]], tokenizer: PieceTokenizer) -> None:
+    """Raises AlignmentError for pieces with a twin, and for other kinds of vocabularies."""
     if not _spells_spaces(_SENTENCEPIECE_SPACE, tokenizer):
         raise _refusal("the vocabulary is neither byte-level BPE nor SentencePiece, so nothing can be proven")
     for place, (piece, number) in enumerate(spoken):

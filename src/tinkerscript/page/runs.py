@@ -1,7 +1,7 @@
 """`Runs` are the runs that a page shows, with the servers of those in progress.
 
-We only ask this user's servers on this machine: a foreign run folder could name any address, which would
-receive the admin token.
+A server is asked at most once a second. We only ask this user's servers on this machine: a foreign run folder
+could name any address, which would receive the admin token.
 """
 
 from __future__ import annotations

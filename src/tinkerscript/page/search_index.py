@@ -1,7 +1,8 @@
 """`SearchIndex` finds a run's episodes by words, with SQLite's full-text search.
 
 Searches build `search.sqlite` next to the ledger, newest episodes first, or a temporary file in a read-only
-folder. We write through no link, because a foreign folder may have anything in the file's place.
+folder. It can be deleted at any time. We write through no link, because a foreign folder may have anything in
+the file's place.
 """
 
 from __future__ import annotations

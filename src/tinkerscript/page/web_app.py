@@ -1,6 +1,7 @@
 """The page as an ASGI app: files, API and server-sent events.
 
-Actions are logged in the run's audit log, deletions in the parent folder's.
+It only reads, except for explicit actions. These are logged in the run's audit log, deletions in the parent
+folder's.
 """
 
 from __future__ import annotations

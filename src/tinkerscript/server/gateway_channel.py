@@ -97,7 +97,7 @@ class ForgetClaim(Tagged, frozen=True):
 
 
 class StopServing(Tagged, frozen=True):
-    pass
+    """Asks the process to finish its running requests and exit."""
 
 
 ToGateway = Setup | Answer | AskRefused | ForgetClaim | StopServing | Sampled | SampleProgress | SampleFailed

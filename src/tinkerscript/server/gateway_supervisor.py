@@ -1,6 +1,7 @@
 """`GatewayProcesses`: starts, restarts and stops the server's gateway processes.
 
-A process's port stays open during a restart, so calls wait. No process outlives the server.
+The server's secret decides which process owns a claim. A process's port stays open during a restart, so calls
+wait. No process outlives the server.
 """
 
 from __future__ import annotations

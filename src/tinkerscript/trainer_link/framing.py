@@ -1,7 +1,7 @@
 """Framing, socket options, intervals and send queue for both ends of the link.
 
 A frame is a msgpack list of the messages queued in one event-loop iteration. A malformed message is dropped
-alone.
+alone, and every queue is bounded.
 """
 
 from __future__ import annotations

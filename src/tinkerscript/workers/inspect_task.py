@@ -1,4 +1,7 @@
-"""Inspect tasks: each episode runs one sample with the task's solver and scorers."""
+"""Inspect tasks: each episode runs one sample with the task's solver and scorers.
+
+A solver or scorer that raises is an error, never a reward of 0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`."""
+"""`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`.
+
+A field that this server does not honor is refused by name, and prompts get no added text.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config."""
+"""`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config.
+
+Every sampler is probed before use, and a request that cannot be honored fully is refused.
+"""
 
 from __future__ import annotations
 

@@ -411,11 +411,13 @@ def contradiction(message: str) -> GatewayError:
 
 
 def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    """Raises GatewayError 502 unless there is one log probability per id."""
     if len(ids) != len(logprobs):
         raise contradiction(f"logprob and token counts differ ({len(logprobs)} and {len(ids)})")
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
+    """Raises GatewayError 502 if the server reports another prompt than `sent`."""
     if used is not None and list(used) != list(sent):
         raise contradiction(
             f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"

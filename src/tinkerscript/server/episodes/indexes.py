@@ -1,4 +1,4 @@
-"""Queues and indexes over a run's episodes.
+"""Queues and indexes over a run's episodes. Each agrees with a scan over all episodes.
 
 A claim request gets new claims once; repeated while one of them holds, it gets the same. A claimable episode
 wakes the longest-waiting client that may claim it, and a client that cannot use the wake-up passes it on, so

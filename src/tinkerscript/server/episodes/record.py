@@ -1,4 +1,7 @@
-"""`EpisodeRecord`: an episode in memory, its states, and its rows in the ledger."""
+"""`EpisodeRecord`: an episode in memory, its states, and its rows in the ledger.
+
+Only `EpisodeBook` changes a state, and only along `TRANSITIONS`.
+"""
 
 from __future__ import annotations
 
