@@ -1,8 +1,7 @@
 """`ClientSettings`: the server, the client's identity and timeouts, and its connections.
 
-The environment may set the server's URL (TINKERSCRIPT_SERVER_URL), the client's token
-(TINKERSCRIPT_CLIENT_TOKEN, or the path of a file in TINKERSCRIPT_CLIENT_TOKEN_FILE), and certificates to
-trust (TINKERSCRIPT_CA_FILE). Tokens are never logged.
+The environment may set the server's URL (TINKERSCRIPT_SERVER_URL), the token (TINKERSCRIPT_CLIENT_TOKEN, or a
+file's path in TINKERSCRIPT_CLIENT_TOKEN_FILE), and certificates to trust (TINKERSCRIPT_CA_FILE).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 CA_FILE = "TINKERSCRIPT_CA_FILE"
 
 DEFAULT_SERVER_URL = "http://127.0.0.1:10086"
-LATEST = Path("runs/latest")  # The newest run in the working directory.
+LATEST = Path("runs/latest")
 DEFAULT_TIMEOUT_S = 300.0
 
 
@@ -37,16 +36,16 @@ class ClientSettings:
     server_url: str
     client_uuid: str
     token: str | None = field(default=None, repr=False)
-    """None if the server requires none."""
+    """None if not required."""
 
     timeout_s: float | None = DEFAULT_TIMEOUT_S
-    """Seconds to retry operations while the server is unreachable. None: no limit."""
+    """Limits retries during an outage. None: no limit."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    """Seconds without activity after which a claim's lease expires."""
+    """Seconds without activity after which a lease expires."""
 
     ca_file: str | None = None
-    """PEM file with certificates for an https:// server, in addition to the machine's."""
+    """PEM file of certificates, in addition to the machine's."""
 
     def __post_init__(self) -> None:
         checked_url(self.server_url)
@@ -56,9 +55,9 @@ class ClientSettings:
         return self.client_uuid
 
     def tls(self) -> ssl.SSLContext:
-        """Raises ValueError for certificates that cannot be read."""
+        """Raises ValueError for unreadable certificates."""
         if not self.server_url.startswith("https://"):
-            # Plain http:// needs no certificates, and loading them takes time.
+            # Loading certificates takes time.
             return _no_certificates()
         try:
             return certificates(self.ca_file)
@@ -79,7 +78,7 @@ class ClientSettings:
 
 
 def checked_url(url: str) -> str:
-    """Raises ValueError if `url` is not an HTTP URL."""
+    """Raises ValueError."""
     url = url.strip().rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"server_url must start with http:// or https://, got {url!r}")
@@ -87,9 +86,9 @@ def checked_url(url: str) -> str:
 
 
 def url_of_run(folder: Path) -> str:
-    """Read the URL of the run's server from `server.json`. Raises ValueError if no server runs.
+    """Read the URL of the run's server from `server.json`. Raises ValueError if none runs.
 
-    Another user's file is refused, because it could name a server that should not get the token.
+    Another user's file could name a server that should not get the token.
     """
     path = folder / "server.json"
     try:
@@ -130,7 +129,7 @@ def make_settings(
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     ca_file: str | None = None,
 ) -> ClientSettings:
-    """Raises ValueError for a bad URL or token file."""
+    """Raises ValueError."""
     return ClientSettings(
         checked_url(server_url),
         client_uuid or uuid4().hex,
@@ -142,7 +141,7 @@ def make_settings(
 
 
 def settings_from_env(environ: Mapping[str, str] = os.environ) -> ClientSettings:
-    """Raises ValueError for a bad URL or token file."""
+    """Raises ValueError."""
     return make_settings(environ.get(SERVER_URL) or DEFAULT_SERVER_URL, token=client_token(environ))
 
 
@@ -153,7 +152,7 @@ def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
 def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the token in the variable `name`, or in the file named by `<name>_FILE`.
 
-    Raises ValueError for a token file that is empty or cannot be read.
+    Raises ValueError for an empty or unreadable file.
     """
     path = environ.get(f"{name}_FILE")
     if (token := environ.get(name)) or not path:
@@ -169,7 +168,7 @@ def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None
 
 @cache
 def certificates(ca_file: str | None) -> ssl.SSLContext:
-    # Cached, because this takes tens of milliseconds.
+    # Takes tens of milliseconds.
     context = ssl.create_default_context()
     if ca_file is not None:
         context.load_verify_locations(ca_file)

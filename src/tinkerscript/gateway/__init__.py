@@ -1,1 +1,1 @@
-"""The model endpoint that rollout programs call, and the record of every token it sampled."""
+"""The model endpoint that rollout programs call, which records every sampled token."""

@@ -1,16 +1,16 @@
 """The normalized form of messages, and the keys that compare them.
 
 A normalized message has `role`, `content` (always a string), and optionally `name`, `tool_call_id`,
-`reasoning_content` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are never rendered:
-`id`, the call that sampled an assistant message; `instructions`, true for a system message of one request;
-and a tool result's `is_error`. A user's message may have `images` (`gateway.images`).
+`reasoning_content`, `images` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are never
+rendered: `id`, the call that sampled an assistant message; `instructions`, true for a system message of one
+request; and a tool result's `is_error`.
 
 Two messages are the same if and only if their keys are equal:
 
 - None equals "", and text parts are concatenated.
 - White space around an assistant's message is ignored, because many programs strip it.
-- Arguments of tool calls are compared as JSON values, with `{}` for an empty string.
-- Ids are ignored, but a tool result's position among the preceding calls counts.
+- Arguments are compared as JSON values, with `{}` for an empty string.
+- Ids are ignored, except for a tool result's position among the calls before it.
 - Reasoning is ignored; `conversation.tree` compares it if it was sent back.
 """
 
@@ -28,10 +28,10 @@ ChatMessage = dict[str, Any]
 
 class MessageImage(TypedDict):
     at: int
-    """Number of characters of the content before it."""
+    """How many characters of the content precede it."""
 
     sha256: str
-    """Of the file, in hex."""
+    """The file's, in hex."""
 
     width: int
     height: int
@@ -43,7 +43,6 @@ Tool = dict[str, Any]  # OpenAI's: `{"type": "function", "function": {"name", "d
 _ORDERED = msgspec.json.Encoder(order="deterministic")
 
 
-# Longer arguments are not cached.
 _SHORT_TEXT = 4096
 
 
@@ -72,7 +71,7 @@ def text_size(messages: Iterable[ChatMessage]) -> int:
     size = 0
     for message in messages:
         size += len(message["content"] or "")
-        if len(message) > 2:  # More than role and content.
+        if len(message) > 2:
             size += len(message.get("reasoning_content", ""))
             size += sum(len(call["function"]["arguments"]) for call in message.get("tool_calls") or ())
     return size
@@ -99,7 +98,6 @@ def given_ids(message: Mapping[str, Any]) -> list[str]:
 
 
 def with_ids_of(reply: ChatMessage, repeated: ChatMessage, results: list[ChatMessage]) -> list[ChatMessage]:
-    """Give `results` the call ids of `reply`, which came back as `repeated`."""
     ours = [call["id"] for call in reply.get("tool_calls") or ()]
     positions = _call_positions(repeated)
     renamed = {id_: ours[position] for id_, position in positions.items() if ours[position] != id_}
@@ -118,7 +116,6 @@ def tools_key(tools: list[Tool]) -> bytes:
 
 
 def canonical_json(text: str) -> str:
-    """Return one text for all spellings of a JSON value, or `text` itself if it is not JSON."""
     return _canonical_short(text) if len(text) <= _SHORT_TEXT else _canonical(text)
 
 
@@ -133,7 +130,7 @@ _canonical_short = lru_cache(maxsize=_SHORT_TEXTS)(_canonical)
 
 
 def joined_parts(parts: Sequence[str]) -> str:
-    """Join the texts with one newline each, keep only the outermost white space, and drop blank texts."""
+    """Join the texts with one newline each, without inner white space and blank texts."""
     parts = [part for part in parts if part.strip()]
     if not parts:
         return ""
@@ -143,7 +140,6 @@ def joined_parts(parts: Sequence[str]) -> str:
 
 
 def is_expressible(name: object, arguments: object) -> bool:
-    """Return whether OpenAI's form can express a call: a name and a JSON object."""
     if not isinstance(name, str) or not name or not is_encodable(name) or not isinstance(arguments, dict):
         return False
     try:
@@ -159,7 +155,7 @@ def is_encodable(text: str) -> bool:
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Append `messages`, dropping the instructions of earlier requests."""
+    """Append `messages`, and drop the instructions of earlier requests."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]

@@ -1,8 +1,7 @@
 """`ChatTemplate` renders a model's Jinja chat template as transformers does, without importing it.
 
-Templates differ in the messages they accept: arguments as an object or as JSON text, missing content as "" or
-None, tool call ids of nine characters. Rendering a probe shows which. The environment copies
-`transformers.utils.chat_template_utils` (5.5), and a test compares the two.
+Probes show which messages a template accepts. The environment copies `transformers.utils.chat_template_utils`
+(5.5), and a test compares the two.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_n
 
 _FIELDS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"})
 
-_IMAGE = "\ufdd1"  # A Unicode noncharacter.
+_IMAGE = "\ufdd1"
 
 PROBE_TOOL_NAME = "probe_tool"
 
@@ -72,7 +71,7 @@ PROBE_CALL: list[ChatMessage] = [
 ]
 
 
-# For templates without tools, in the wording of Qwen and Hermes.
+# For templates without tools, as Qwen and Hermes word it.
 TOOLS_IN_PROMPT = """\
 # Tools
 
@@ -91,18 +90,18 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    empty_content: str | None = ""  # The content of messages with only tool calls.
-    parsed_arguments: bool = True  # Arguments are an object rather than JSON text.
-    short_ids: bool = False  # Ids have nine letters or digits (Mistral).
+    empty_content: str | None = ""  # For messages with only tool calls.
+    parsed_arguments: bool = True  # An object rather than JSON text.
+    short_ids: bool = False  # Nine letters or digits (Mistral).
     tools_in: str = ""  # The role that declares tools as text; empty if the template does.
-    in_parts: bool = False  # Content is always a list of parts (SmolVLM).
+    in_parts: bool = False  # Always a list of parts (SmolVLM).
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
         given = {name: value for name, value in message.items() if name in _FIELDS}
         if self.in_parts or "images" in message:
             given["content"] = _parts(given["content"] or "", bool(message.get("images")))
         if "reasoning_content" in given and not (given["content"] and given.get("tool_calls")):
-            # gpt-oss's name for it, refused together with text and calls.
+            # gpt-oss's name, refused together with text and calls.
             given["thinking"] = given["reasoning_content"]
         if self.short_ids and given.get("tool_call_id"):
             given["tool_call_id"] = _short_id(given["tool_call_id"])
@@ -130,11 +129,7 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`templates` maps names to sources: `default`, and `tool_use` if requests with tools have another.
-
-        Raises ConfigError if a template does not compile, `default` is missing, or one of `kwargs` is not
-        used.
-        """
+        """Names are `default`, and perhaps `tool_use` for requests with tools. Raises ConfigError."""
         if "default" not in templates:
             names = ", ".join(sorted(templates))
             raise ConfigError(f"{origin} has chat templates, and none is called `default`: {names}")
@@ -164,10 +159,7 @@ class ChatTemplate:
         generation: bool,
         now: datetime | None = None,
     ) -> str:
-        """`generation` adds the header of the assistant's next reply.
-
-        Raises GatewayError 400 for messages that the template refuses.
-        """
+        """`generation` adds the header of the next reply. Raises GatewayError 400."""
         try:
             return self._rendered(messages, tools, generation, self.form, now or self._clock())
         except _REFUSALS as error:
@@ -199,7 +191,6 @@ class ChatTemplate:
         )
 
     def _find_form(self) -> MessageForm:
-        """Find the first form in which the template writes a tool call and its result."""
         parts = MessageForm(in_parts=True)
         shown = ["probe_question" in self._probed(PROBE_CALL[:1], form) for form in (self.form, parts)]
         plain = parts if shown == [False, True] else self.form
@@ -260,7 +251,6 @@ def _parts(content: str, has_images: bool) -> list[dict[str, str]]:
 
 
 def _as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], role: str) -> list[ChatMessage]:
-    """Rewrite a conversation for a template without tools. The first message of `role` declares them."""
     written: list[ChatMessage] = []
     for number, message in enumerate(messages):
         text = message.get("content") or ""
@@ -303,7 +293,7 @@ def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str
         f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
         for name, value in kwargs.items()
     )
-    # `{{ '' }}` keeps a newline at the start of the template.
+    # `{{ '' }}` keeps a newline at the template's start.
     texts = {name: defaults + "{{ '' }}" + text for name, text in _templates_of(folder).items()}
     return {
         "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja": text
@@ -364,7 +354,6 @@ def parsed_arguments(arguments: str) -> Any:
     try:
         value: Any = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        # Not a JSON object.
         return arguments
     return cast("dict[str, Any]", value) if isinstance(value, dict) else arguments
 
@@ -374,7 +363,7 @@ def _short_id(call_id: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """Accepts `{% generation %}`, which marks the model's text."""
+    """`{% generation %}` marks the model's text."""
 
     tags = {"generation"}  # noqa: RUF012, as in the base class
 

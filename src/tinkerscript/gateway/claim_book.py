@@ -1,6 +1,6 @@
 """`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls.
 
-Invariant: a call is only recorded for a claim that holds its lease.
+A call is only recorded for a claim that holds its lease.
 """
 
 from __future__ import annotations
@@ -19,46 +19,42 @@ class OpenClaim:
     episode_uuid: str
     attempt: int
     policy_version: int  # At the time of the claim.
-    # Calls may extend any earlier one. Outside episodes they extend only calls given to `keep`.
+    # Outside episodes, calls extend only calls given to `keep`.
     continues: bool = True
 
 
 class ClaimBook(ABC):
     @abstractmethod
     async def open(self, key: str) -> OpenClaim:
-        """Return the claim of `key` and renew its lease.
-
-        Raises GatewayError 401 `invalid_api_key` or 409 `claim_lost`.
-        """
+        """Also renews the lease. Raises GatewayError 401 `invalid_api_key` or 409 `claim_lost`."""
 
     async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
         """Reserve the claim's limits before sampling. The lease does not expire until `end`.
 
-        `num_bytes` is the record's size without the samples. Returns the granted tokens per sample. Raises
-        GatewayError 409 `claim_lost`, 403 `claim_limit_exceeded` if the claim has used up its calls, tokens
-        or bytes, and 429 if calls in flight may use them up.
+        `num_bytes` is the record's size without samples. Returns the granted tokens per sample. Raises
+        GatewayError 409 `claim_lost`, 403 `claim_limit_exceeded`, and 429 if calls in flight may use up the
+        limits.
         """
         return max_tokens
 
     def end(  # noqa: B027
         self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0
     ) -> None:
-        """Give back what `begin` reserved. `max_tokens` is the number that it returned."""
+        """`max_tokens` is the number that `begin` returned."""
 
     @abstractmethod
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
-        """Store the calls of one request durably, all or none, and renew the lease.
-
-        Raises GatewayError 409 `claim_lost` and stores nothing if the lease is lost.
+        """Store one request's calls durably, all or none, and renew the lease. Raises GatewayError 409
+        `claim_lost`.
         """
 
     def keep(self, claim: OpenClaim, calls: Sequence[Call]) -> None:  # noqa: B027
         """Let later requests name these recorded calls."""
 
     def kept(self, claim: OpenClaim, call_id: str) -> list[Call]:
-        """Return a call given to `keep` and the calls it extends, oldest first; empty if it is gone."""
+        """Return a call given to `keep` after the calls it extends; empty if it is gone."""
         return []
 
     @abstractmethod
     async def calls(self, claim: OpenClaim) -> list[Call]:
-        """Return this claim's recorded calls, oldest first. Raises GatewayError 409 `claim_lost`."""
+        """Oldest first. Raises GatewayError 409 `claim_lost`."""

@@ -1,6 +1,6 @@
 """`Gateway` routes requests in every wire format to the model that they name.
 
-Invariant: a request reaches a role only under the role's exact name.
+A role is reached only under its exact name.
 """
 
 from __future__ import annotations
@@ -144,12 +144,12 @@ def create_gateway(
     frozen: Collection[str] = (),
     no_images: Mapping[str, str] | None = None,
 ) -> Gateway:
-    """Create the gateway for the model in `model_folder`, which replies call `model_name`.
+    """Create the gateway for the model in `model_folder`, called `model_name` in replies.
 
     `accepted_names`: more names for the policy; with none and no roles, any name is accepted. `outside`:
     servers by role. `sampled`: chat formats of the roles that `sampler` serves. `frozen`: roles that follow
     the program's sampling parameters. `no_images`: why calls of a role (empty: the policy) may have none.
-    Raises ConfigError for an unusable model folder, or a role with one of the policy's names.
+    Raises ConfigError.
     """
     no_images = no_images or {}
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))
@@ -213,7 +213,7 @@ def _sampled(config: RunConfig, folder: Path) -> dict[str, ChatRenderer]:
     for name, role in config.episode_roles.items():
         if role.kind == "outside":
             continue
-        # Trained roles, inference servers, and roles without a model use the policy's tokenizer.
+        # Such roles use the policy's tokenizer.
         is_same = role.kind == "trained" or role.base_url or not role.model
         own = folder if is_same else model_folder(role.model)
         kwargs = config.engine.chat_template_kwargs if own == folder else None

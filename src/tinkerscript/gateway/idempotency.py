@@ -1,12 +1,10 @@
-"""`IdempotencyCache` finds requests that repeat an earlier one and should get its reply.
+"""`IdempotencyCache` finds requests that repeat an earlier one and should get its reply:
 
-A request is a repetition in two cases; otherwise it is sampled:
-
-1. It has an earlier one's `Idempotency-Key`. While that is in flight, others wait; if it fails, one of
-   the others takes its place. The recorded reply is repeated even after a restart.
-2. It is marked as a retry (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients)
-   and has the body of a request that was recorded after its client had disconnected, or is being
-   recorded. Each original serves one retry, and none after a restart.
+- Requests with an earlier one's `Idempotency-Key`, even after a restart. While that is in flight, others
+  wait; if it fails, one of the others takes its place.
+- Retries (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients) with the body of a
+  request that is being recorded, or was after its client had disconnected. Each original serves one
+  retry, and none after a restart.
 """
 
 from __future__ import annotations
@@ -42,19 +40,19 @@ class RequestFingerprint(msgspec.Struct, frozen=True):
 @dataclass(slots=True, eq=False)
 class Attempt:
     fingerprint: RequestFingerprint
-    call_id: str | None = None  # The first choice's, after all choices are recorded.
+    call_id: str | None = None
     is_recording: bool = False  # Recorded even if the client disconnects.
-    delivered: bool = False  # The client was still connected.
-    done: asyncio.Event = field(default_factory=asyncio.Event)  # Set even by an error.
+    delivered: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class IdempotencyCache:
     def __init__(self, calls: Iterable[Call] = ()) -> None:
-        """`calls` were recorded before a restart, oldest first."""
+        """`calls`: from before a restart, oldest first."""
         self._in_flight: dict[str, Attempt] = {}
         self._keyless: list[Attempt] = []
 
-        # By key: the request's digest and the first choice's call id.
+        # By key, with the request's digest.
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._undelivered: OrderedDict[str, str] = OrderedDict()
 
@@ -129,7 +127,6 @@ def _is_being_recorded(original: Attempt, retry: RequestFingerprint) -> bool:
 
 
 def choice_id(call_id: str, index: int) -> str:
-    # The first choice's id is the reply's.
     return f"{call_id}-{index}" if index else call_id
 
 

@@ -1,8 +1,4 @@
-"""Images in chats: how requests send them, and how prompts write them.
-
-A message's `images` have a place in the content, a file's digest, and a size each (`MessageImage`). The files
-themselves travel separately, by digest.
-"""
+"""Images in chats: how requests send them, and how prompts write them."""
 
 from __future__ import annotations
 
@@ -31,11 +27,11 @@ _DATA_URL = re.compile(r"data:(image/[a-z0-9.+-]+);base64,", re.IGNORECASE)
 
 _PLACEHOLDER = "<image>"
 
-_MAX_SIDE = 4096  # transformers resizes larger images down to it.
+_MAX_SIDE = 4096  # transformers resizes larger images.
 
 
 def file_of(url: str, where: str) -> bytes:
-    """The file in a data URL. Raises GatewayError 400."""
+    """Raises GatewayError 400."""
     found = _DATA_URL.match(url)
     if found is None and not url.startswith("data:"):
         scheme = url.partition(":")[0][:20]
@@ -54,13 +50,12 @@ def file_of(url: str, where: str) -> bytes:
 
 
 def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
-    """The image of a request and its file, decoded once, so that what follows can decode it too.
+    """Decodes the file once, so that later steps can.
 
     Raises GatewayError 400 for anything but a data URL of a whole PNG, JPEG or WebP file within the limits.
     """
     data = file_of(url, where)
     try:
-        # This reads the size only.
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
             IMAGE_PIXELS.check(width * height, where)
@@ -86,11 +81,10 @@ def _refused(problem: str, where: str) -> GatewayError:
 class ImageFormat:
     """How the processor of Idefics3 and SmolVLM writes images: as tiles of equal numbers of placeholders.
 
-    Source: `transformers.models.idefics3`, processing and image processing (5.5); a test compares the two.
+    Source: `transformers.models.idefics3` (5.5); a test compares the two.
     """
 
     def __init__(self, processor: Mapping[str, Any], settings: Mapping[str, Any], placeholder: int) -> None:
-        """The objects in processor_config.json and preprocessor_config.json, and `<image>`'s id."""
         self._placeholder = placeholder
         self._tile_tokens = int(processor.get("image_seq_len", 169))
         self._size: Mapping[str, int] = settings.get("size") or {"longest_edge": 4 * 364}
@@ -100,7 +94,7 @@ class ImageFormat:
 
     @classmethod
     def of(cls, folder: Path, tokenizer: LightTokenizer) -> ImageFormat | None:
-        """None for a model that takes no images here. Raises ConfigError for one without a placeholder."""
+        """Returns None if the model takes no images here. Raises ConfigError without a placeholder."""
         if not reads_images(folder):
             return None
         base = base_of_adapter(folder) or folder
@@ -114,7 +108,7 @@ class ImageFormat:
         return cls(processor, settings, placeholder)
 
     def expanded(self, text: str, images: Sequence[MessageImage]) -> str:
-        """A rendered prompt with all placeholders of its images. Raises GatewayError 400."""
+        """Raises GatewayError 400."""
         parts = text.split(_PLACEHOLDER)
         if len(parts) != len(images) + 1:
             message = (
@@ -129,7 +123,6 @@ class ImageFormat:
     def placed(
         self, ids: Sequence[int], images: Iterable[MessageImage], files: Mapping[str, bytes]
     ) -> list[PlacedImage]:
-        """Where `images` are in rendered `ids`."""
         places = [at for at, token in enumerate(ids) if token == self._placeholder]
         found: list[PlacedImage] = []
         done = 0
@@ -154,7 +147,7 @@ class ImageFormat:
         return f"{tiles}\n{whole}" if rows else whole
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of tiles; (0, 0) if the image is a single tile."""
+        """Return (0, 0) if the image is a single tile."""
         if not self._splits:
             return 0, 0
         if self._resizes:
@@ -191,6 +184,6 @@ def _even(side: int) -> int:
 
 
 def files_in(messages: Iterable[ChatMessage], images: Iterable[PlacedImage]) -> dict[str, bytes]:
-    """Digest -> file of the images in `messages`, which are `images`."""
+    """Return the files of `images`, which are in `messages`, by digest."""
     found = (image["sha256"] for message in messages for image in images_of(message))
     return {digest: image.data for digest, image in zip(found, images, strict=True)}

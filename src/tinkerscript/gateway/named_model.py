@@ -1,6 +1,6 @@
 """`NamedModel` answers the calls of one model: the policy, or a role of the run.
 
-Invariant: a reply is sent only after its calls are recorded, and repeating its request repeats the reply.
+A reply is sent only after its calls are recorded, and repeating its request repeats the reply.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 # `uuid4` would cost a system call per id.
 _IDS = random.Random()
 
-UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # A lost claim or a busy engine is not a failed call.
-LONG_BODY = 2**18  # Longer bodies are parsed in a thread, which takes 0.5 ms.
+UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # A lost claim or a busy engine is not the call's fault.
+LONG_BODY = 2**18  # Parsing takes 0.5 ms from here on, so a thread does it.
 
-# A small file may hold many pixels, and decoding them must not delay requests without images.
+# A small file may hold many pixels; decoding must not delay other requests.
 _DECODING = ThreadPoolExecutor(1, "images")
 
 
@@ -83,7 +83,7 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     claim: OpenClaim
     call: ModelCall
     session: Session
-    turns: list[Turn]  # One per prompt.
+    turns: list[Turn]
     header: ReplyHeader
     attempt: Attempt
 
@@ -116,8 +116,9 @@ class NamedModel(ABC):
         role: str = "",
         no_images: str | None = None,
     ) -> None:
-        """`role` is recorded with the calls, and empty for the policy. `no_images`: why calls may have none,
-        even if the model takes images."""
+        """`role` is empty for the policy. `no_images`: why calls may have none, even if the model takes
+        images.
+        """
         self.name = name
         self.role = role
         self.max_context: int | None = None  # Tokens of prompt and reply together.
@@ -132,7 +133,7 @@ class NamedModel(ABC):
                 self._handlers[route_of(dialect, counts=True)] = (self._count, dialect)
 
     async def handle(self, path: str, caller: Caller, body: bytes) -> None:
-        """Answer a request. Errors become replies in its dialect."""
+        """Errors become replies in the request's dialect."""
         handler, dialect = self._handlers[path]
         try:
             await handler(dialect, caller, body)
@@ -278,9 +279,8 @@ class NamedModel(ABC):
             return ClaimState(claim, Session(self._prompts), IdempotencyCache())
         key = (claim.episode_uuid, claim.attempt)
         if key not in self._states:
-            # Raises if the claim was lost meanwhile.
             calls = calls_of(await self._claims.calls(claim), self.role)
-            if key not in self._states:  # Restored while we waited?
+            if key not in self._states:
                 session = Session.restore(self._prompts, calls)
                 self._states[key] = ClaimState(claim, session, IdempotencyCache(calls))
         return self._states[key]

@@ -1,7 +1,7 @@
 """`OutsideModel` answers the calls of a role from an outside server.
 
-Only text is known, so calls never train, and request fields that need token ids are refused. Invariant: every
-answer is recorded and counts toward the claim's limits, even if its caller has disconnected.
+Only text is known, so calls never train. Every answer is recorded and counts toward the claim's limits, even
+if its caller has disconnected.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tinkerscript.gateway.streamed_reply import StreamedReply
 from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.tokenizer import LightTokenizer
 
-REPLY_TOKENS = 4096  # The limit if the program sets none.
-MAX_TIMEOUTS = 16  # Per claim. A server may charge for a timed-out request without an answer to record.
+REPLY_TOKENS = 4096
+MAX_TIMEOUTS = 16  # A server may charge for a timed-out request without an answer to record.
 
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,6 @@ class TextOnly:
     max_context = 2**31
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
-        # The dialects require one, but no request uses it.
         self.tokenizer = tokenizer
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
@@ -78,7 +77,7 @@ class OutsideModel(NamedModel):
     def _check(self, call: ModelCall) -> None:
         if call.model != self.name:
             raise unknown_model(call.model, [self.name])
-        refused = {  # Whether it is set, and what to do.
+        refused = {
             "prompt": (bool(call.prompts), "use messages"),
             "n": (call.n > 1, "ask once for each choice"),
             "return_token_ids": (call.return_token_ids, "leave it out"),
@@ -191,7 +190,7 @@ def request_of(call: ModelCall) -> dict[str, Any]:
         request["response_format"] = _response_format(call.json_schema)
     if call.template_kwargs:
         request["chat_template_kwargs"] = call.template_kwargs
-    fields: Mapping[str, tuple[Any, Any]] = {  # Servers refuse fields they do not know.
+    fields: Mapping[str, tuple[Any, Any]] = {  # Servers refuse unknown fields.
         "temperature": (call.temperature, None),
         "top_p": (call.top_p, 1.0),
         "top_k": (call.top_k, -1),

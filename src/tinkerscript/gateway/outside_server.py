@@ -1,6 +1,6 @@
 """`OutsideServer` requests chat completions from a role's OpenAI-compatible server.
 
-Invariants: only this server gets the key; at most `IN_FLIGHT` requests are open; redirects are not followed.
+Only this server gets the key, and redirects are not followed.
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
@@ -25,7 +25,7 @@ from tinkerscript.gateway.samplers.inference_server import Upstream, message_of_
 class OutsideReply(Struct, kw_only=True):
     message: ChatMessage
     finish_reason: FinishReason
-    tokens: tuple[int, int]  # Prompt and reply, as counted by the server, or 0.
+    tokens: tuple[int, int]  # Prompt and reply, as the server counts them, or 0.
 
 
 class _Function(Struct):
@@ -64,7 +64,7 @@ class _Body(Struct):
     error: Any = None
 
 
-IN_FLIGHT = 64  # Requests per role's server, over all gateway processes.
+IN_FLIGHT = 64  # Per role, over all gateway processes.
 _READ_BODY = msgspec.json.Decoder(_Body).decode
 
 
@@ -101,7 +101,8 @@ class OutsideServer:
         report: Callable[[str, str], None] | None = None,
     ) -> OutsideReply:
         """Raises GatewayError 400 if the server refuses, 503 if a retry may help, 504 after the timeout, and
-        502 for a malformed reply."""
+        502 for a malformed reply.
+        """
         body: dict[str, Any] = {"model": self._model, **request}
         if report:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -194,8 +195,7 @@ def _tool_call(position: int, call: _ToolCall) -> dict[str, Any]:
 async def outside_servers(
     config: RunConfig, environ: Mapping[str, str], *, processes: int = 1
 ) -> AsyncGenerator[dict[str, OutsideServer]]:
-    """Open a run's outside servers, by role. Raises ConfigError for a key that is not set."""
-    # `processes` share the limit of open requests.
+    """By role; `processes` share the limit of open requests. Raises ConfigError for an unset key."""
     async with AsyncExitStack() as stack:
         servers: dict[str, OutsideServer] = {}
         for name, role in config.episode_roles.items():

@@ -1,7 +1,6 @@
 """`PartialReply` reads the text of a reply while its ids are still being sampled.
 
-Invariant: its text is a prefix of what `ChatRenderer.parse` or `text` returns for all ids. In doubt, as in a
-possibly malformed tool call, it waits.
+Its text is a prefix of the whole reply's. In doubt, as in a possibly malformed tool call, it waits.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ TokenBytes = Callable[[int], Sequence[int] | None]
 
 
 class _State(Enum):
-    START = auto()  # Reasoning may still start.
+    START = auto()
     REASONING = auto()
     CONTENT = auto()
-    UNDECIDED = auto()  # No more text is certain before the end.
+    UNDECIDED = auto()  # Waits for the end.
 
 
 class PartialReply:
@@ -33,7 +32,7 @@ class PartialReply:
         cut_at: Sequence[str] = (),
         plain: bool = False,
     ) -> None:
-        """With `plain` all text is content; without it and without a `reply_format`, no text is returned."""
+        """With `plain` all text is content; without it and a `reply_format`, no text is returned."""
         self._token_bytes = token_bytes
         self._format = reply_format or ReplyFormat()
         calls = self._format.calls if tool_calls and not plain else None
@@ -47,7 +46,6 @@ class PartialReply:
         elif reply_format is None or reply_format.harmony:
             self._state = _State.UNDECIDED
         self._reasoning, self._content = _StablePrefix(cut_at), _StablePrefix(cut_at, strip=not plain)
-        # May be part of a marker.
         self._text = ""
 
     def feed(self, ids: Iterable[int]) -> tuple[str, str]:
@@ -87,7 +85,7 @@ class PartialReply:
             self._state, self._text = _State.CONTENT, self._text[len(marker) :]
             reasoning.append(self._reasoning.end())
         elif marker:
-            # A call ends the reasoning, unless an end marker follows later.
+            # Unless an end marker follows, a call ends the reasoning.
             self._state = _State.UNDECIDED
 
     def _read_content(self, content: list[str]) -> None:

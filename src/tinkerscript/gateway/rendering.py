@@ -1,6 +1,7 @@
 """`ChatRenderer` turns messages into token ids and sampled ids back into messages.
 
-Invariant: `extend` keeps sampled ids as they were sampled and never renders them again from text.
+It uses the model's renderer from the `renderers` library if that writes the same prompts as the chat
+template, otherwise the template. `extend` keeps sampled ids as they were sampled.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ from tinkerscript.tokenizer import (
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 
-# Characters. Longer texts are encoded after rendering; renderers search shorter ones for ids.
+# Characters; longer texts are encoded after rendering.
 LONG_TEXT = 100
-# Two renderers that agree on these write the same chat format.
+# Renderers that agree on these write the same chat format.
 PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [
     (PROBE_CALL[:1], []),
     ([{"role": "system", "content": "probe_system"}, *PROBE_CALL[:1]], []),
@@ -105,21 +106,13 @@ class _DeferringTokenizer:
 
 class ParseOptions(msgspec.Struct, frozen=True):
     tool_calls: bool  # If false, their markup stays in the content.
-    cut_at: Sequence[str] = ()  # Stop strings that cut the text, but not the ids.
-    tools: Sequence[Tool] = ()  # Some formats need the schemas to tell strings from numbers.
+    cut_at: Sequence[str] = ()  # They cut the text, but not the ids.
+    tools: Sequence[Tool] = ()  # Some formats need them to tell strings from numbers.
 
 
 class ChatRenderer:
-    """Renders, extends and parses the conversations of one model.
-
-    It uses the model's renderer from the `renderers` library if that writes the same prompts as the chat
-    template, otherwise the template.
-    """
-
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`template_kwargs` go to the chat template.
-
-        Raises ConfigError for an unreadable folder, a model with neither renderer nor chat template, or a
+        """Raises ConfigError for an unreadable folder, a model with neither renderer nor chat template, or a
         template without one of the arguments.
         """
         self.template_kwargs = dict(template_kwargs or {})
@@ -132,7 +125,7 @@ class ChatRenderer:
         self._renderer = _library_renderer(folder, self._deferring, self._template, self.template_kwargs)
         if self._renderer is None and self._template is None:
             raise _no_renderer(folder)
-        # None if only the renderer can read replies, and only whole.
+        # None if only the renderer reads replies, whole.
         self.reply_format = _format_of(self._renderer, self._template)
         # For grammars; None if unknown.
         self.markers = _markers(self.tokenizer) if isinstance(self._renderer, Qwen3Renderer) else None
@@ -143,7 +136,6 @@ class ChatRenderer:
 
     @property
     def images(self) -> ImageFormat | None:
-        """None: the model takes no images."""
         return self._template.images if self._template and self._renderer is None else None
 
     @property
@@ -156,7 +148,7 @@ class ChatRenderer:
         return self._template
 
     def render(self, messages: list[ChatMessage], tools: list[Tool]) -> list[int]:
-        """Return the prompt ids [P]. Raises GatewayError 400 for what the chat format cannot express."""
+        """Return the prompt ids [P]. Raises GatewayError 400."""
         given, specs = self._marked(messages, tools)
         unmarked = given is messages and specs is tools
         if self._renderer is None:
@@ -177,8 +169,8 @@ class ChatRenderer:
     ) -> list[int] | None:
         """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`.
 
-        `tail` is only the last turn's prompt, so that the cost does not grow with the turns; chat templates
-        need the whole `history`. Returns None if the chat format cannot continue.
+        `tail` is only the last turn's prompt, so that the cost does not grow; chat templates need the whole
+        `history`. Returns None if the chat format cannot continue.
         """
         if self._renderer is None:
             conversation = history()
@@ -190,8 +182,7 @@ class ChatRenderer:
         given = self.tokenizer.escaper.messages(messages)
         new_ids = self._bridge(tail, sampled, given, tools)
         if new_ids is None and self._ends_in_reasoning(sampled):
-            # The renderer refuses to continue a turn that it would not have written, but only its end matters
-            # here.
+            # The renderer refuses a turn that it would not have written, but only its end matters.
             new_ids = self._bridge(tail, sampled[-1:], given, tools)
         return new_ids and self._checked(new_ids, given is messages)
 
@@ -287,7 +278,7 @@ class ChatRenderer:
         return sampled[:end]
 
     def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
-        # Renderers only return the text before the first attempted call.
+        # Renderers return only the text before the first attempted call.
         spans = [attempt.token_span for attempt in parsed.tool_calls if attempt.token_span is not None]
         position = spans[0][0] if spans else len(ids)
         parts = [parsed.content]
@@ -340,7 +331,7 @@ def _candidates(
     folder: Path, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[RendererConfig, str | None]]:
     config = config_of(folder)
-    # With reasoning kept in the history, each turn extends the last one.
+    # Reasoning kept in the history lets each turn extend the last.
     if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:
         for thinks in (True, False):
             yield Qwen3RendererConfig(thinking_retention="all", enable_thinking=thinks), None
@@ -350,14 +341,14 @@ def _candidates(
 
 
 def _writes_history_alike(config: RendererConfig) -> bool:
-    # Without thinking it need not match: the empty reasoning that opens each prompt stays in the history.
+    # Without thinking, the empty reasoning that opens each prompt stays in the history.
     return not isinstance(config, Qwen3RendererConfig) or config.enable_thinking
 
 
 def _fits(
     renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
 ) -> bool:
-    """Return whether renderer and template agree on the probe conversations that the template accepts."""
+    """Return whether both agree on the probe conversations that the template accepts."""
     for messages, tools in PROBE_CONVERSATIONS:
         if not has_history and any(message["role"] == "assistant" for message in messages):
             continue
@@ -421,7 +412,6 @@ def _openai_tool_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_and_stripped(text: str, stops: Sequence[str]) -> str:
-    # The end is only stripped if nothing was cut.
     cut = _cut_at_stops(text, stops)
     return text.strip() if cut == text else cut.lstrip()
 

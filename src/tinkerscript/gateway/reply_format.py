@@ -1,6 +1,6 @@
 """The formats of reasoning and tool calls by model family, and the parser of a reply's text.
 
-Invariant: everything but reasoning and complete calls that OpenAI's form can express stays content.
+Everything but reasoning and complete calls stays content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _DECODER = json.JSONDecoder()
 
 _SPACE = re.compile(r"\s*")
 
-# The most common first.
 THINKING = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -39,8 +38,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class ReadReply:
-    # The parts keep their white space.
-    content: Sequence[str]  # The texts outside the calls.
+    content: Sequence[str]
     reasoning: str = ""
     calls: Sequence[NamedCall] = ()
 
@@ -49,18 +47,18 @@ class ReadReply:
 class CallFormat:
     name: str
     openers: tuple[str, ...]
-    # Yields the complete calls in a text, given the tools' schemas.
+    # Yields complete calls, given the tools' schemas.
     blocks: Callable[[str, Mapping[str, Any]], Iterator[Block]]
-    bare: str = ""  # Characters that start a call without an opener.
+    bare: str = ""  # They start a call without an opener.
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
     thinking: tuple[str, str] = THINKING[0]
     prefilled: bool = False  # The prompt ends inside reasoning.
-    calls: CallFormat | None = None  # None if unknown, so that calls stay text.
+    calls: CallFormat | None = None  # None if unknown: calls stay text.
     harmony: bool = False  # Messages on channels (gpt-oss).
-    # The chat template cannot write several calls, so that they stay text.
+    # The template cannot write several calls, so they stay text.
     one_call: bool = False
 
     @property
@@ -75,7 +73,6 @@ class ReplyFormat:
         reasoning, rest, closed = self.split_reasoning(text)
         found = None if closed else next(blocks(reasoning, schemas), None)
         if found and self.calls and reasoning.startswith(self.calls.openers, found.start):
-            # A call ends reasoning that has no end marker.
             reasoning, rest = reasoning[: found.start], reasoning[found.start :]
         content: list[str] = []
         calls: list[NamedCall] = []
@@ -209,7 +206,7 @@ def _whole_json(text: str, schemas: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _llama_call(value: Any) -> NamedCall | None:
-    # Without parameters it is an ordinary answer.
+    # Without parameters it is an answer.
     return _named_call(value) if isinstance(value, dict) and {"parameters", "arguments"} & {*value} else None
 
 
@@ -273,7 +270,6 @@ _HERMES = CallFormat("hermes", ("<tool_call>",), _tagged_json)
 
 QWEN3 = ReplyFormat(calls=_HERMES)
 
-# Tried in this order on a template's output.
 CALL_FORMATS = (
     CallFormat("deepseek", ("<｜tool▁calls▁begin｜>",), _deepseek),
     CallFormat("mistral", ("[TOOL_CALLS]",), _bracketed),
@@ -292,7 +288,7 @@ _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 
 
 def _harmony(text: str, *, tool_calls: bool) -> ReadReply:
-    """Messages on channels: `analysis` is reasoning, messages to functions are calls.
+    """`analysis` is reasoning, messages to functions are calls.
 
     Source: https://cookbook.openai.com/articles/openai-harmony
     """

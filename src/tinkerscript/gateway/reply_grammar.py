@@ -1,7 +1,7 @@
-"""`constraint_of` expresses a request's requirements on the reply's form as a grammar over token ids.
+"""`constraint_of` writes a request's requirements on the reply as a grammar over token ids.
 
-Invariant: `ChatRenderer.parse` reads every complete reply of the grammar as what was required. In
-llguidance's Lark dialect, `<[7]>` is the token with id 7.
+`ChatRenderer.parse` reads every complete reply of the grammar as required. In llguidance's Lark dialect,
+`<[7]>` is the token with id 7.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.rendering import Markers
 from tinkerscript.sampler import Constraint
 
-WHITE_SPACE = r"[ \n\r\t]{1,40}"  # Bounded, because a model may sample white space forever.
+WHITE_SPACE = r"[ \n\r\t]{1,40}"  # A model may sample white space forever.
 
 
 JsonSchema = dict[str, Any]

@@ -1,6 +1,6 @@
 """`SampledModel` answers calls by sampling, and records every call as token ids.
 
-Invariants: a failed or abandoned request records nothing. The record reproduces its completion.
+A failed or abandoned request records nothing.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class SampledModel(NamedModel):
         constrained, logprob_kind = sequence.constrained, result.logprob_kind
         messages, tools = ("", "") if choice_index(call_id) % call.n else turn.texts
         if is_constrained(call) and not constrained:
-            # The sampler did not report where it applied the constraint, or which logprobs it returns.
+            # The sampler did not report where the constraint applied, or the kind of logprobs.
             constrained = bytes([TokenConstraint.UNKNOWN]) * (len(sequence.sampled) // 4)
             logprob_kind = "unknown"
         spans = sequence.spans or [(result.policy_version, 0)]
@@ -271,10 +271,8 @@ def unknown_model(name: str, known: Collection[str]) -> GatewayError:
 def recorded_completion(
     call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
 ) -> Completion | None:
-    """Rebuild the completion from the recorded calls `call_id` and siblings.
-
-    None if choices are missing after a restart, or the request had several prompts or asked for top logprobs,
-    which are not recorded.
+    """None if choices are missing after a restart, or for several prompts or top logprobs, which are not
+    recorded.
     """
     if call.top_logprobs or len(call.prompts) > 1:
         return None

@@ -1,6 +1,6 @@
 """`StreamedReply` turns the progress of a sample into events.
 
-Invariant: everything sent is a prefix of the record, in ids and in text, or the stream ends with an error.
+Everything sent is a prefix of the record, in ids and in text, or the stream ends with an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class _StreamedChoice:
     __slots__ = ("_content", "_hidden", "_ids", "_message", "_pending", "_reasoning", "_texts")
 
     def __init__(self, message: PartialReply | None, hidden: frozenset[int]) -> None:
-        # None if text is reported directly.
         self._hidden = hidden
         self._content = list[str]()
         self._reasoning = list[str]()
@@ -72,7 +71,7 @@ class _StreamedChoice:
         return MessageDelta(index=index, content=content, reasoning=reasoning, **tokens)
 
     def rest(self, index: int, choice: Choice) -> MessageDelta | None:
-        """Return what was not sent. Raises GatewayError 500 if it contradicts what was."""
+        """Raises GatewayError 500 if it contradicts earlier parts."""
         content = _after("".join(self._content), choice.message["content"])
         reasoning = _after("".join(self._reasoning), choice.message.get("reasoning_content", ""))
         tokens = choice.span(self.sent)
@@ -123,7 +122,7 @@ class StreamedReply:
         if not 0 <= report.index < len(self._choices) or len(report.sampled) != len(report.logprobs):
             logger.warning("progress.drop index=%d bytes=%d", report.index, len(report.sampled))
             return
-        # Overlaps are checked: a restarted engine may sample something else.
+        # A restarted engine may sample something else.
         self._diverged |= not self._choices[report.index].take(report)
         self._wake.set()
 
@@ -163,7 +162,7 @@ class StreamedReply:
         return b"".join(self._events.delta(delta) for delta in deltas if delta)
 
     def check(self, results: Sequence[SampleResult]) -> None:
-        """Raise GatewayError 503 unless the results begin with what was sent."""
+        """Raises GatewayError 503 if the results do not begin with the sent ids."""
         sequences = [sequence for result in results for sequence in result.sequences]
         for choice, sequence in zip(self._choices, sequences, strict=False):
             if not choice.is_prefix_of(sequence):

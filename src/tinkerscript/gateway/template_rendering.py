@@ -1,9 +1,9 @@
 """`TemplateRendering` makes prompts, continuations and replies as token ids with a model's chat template.
 
-A continuation renders the conversation as text twice: up to the header of the last reply, and with the reply
-and the new messages. If the first text is a prefix of the second, and what follows reads as the sampled reply
-(up to white space around it), the text after the reply is encoded and appended to the sampled ids. Otherwise
-the template rewrites history, and there is no continuation.
+A continuation renders the conversation twice: up to the header of the last reply, and with the reply and the
+new messages. If the first text is a prefix of the second, and what follows reads as the sampled reply, the
+text after the reply is encoded and appended to the sampled ids. Otherwise the template rewrites history, and
+there is no continuation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ANSWERED: list[ChatMessage] = [
     {"role": "user", "content": "probe_question"},
 ]
 
-_HEADERS = 8  # Tried as the start of a conversation's last reply.
+_HEADERS = 8
 _TWO_CALLS: list[ChatMessage] = [
     PROBE_CALL[0],
     {**PROBE_CALL[1], "tool_calls": PROBE_CALL[1]["tool_calls"] * 2},
@@ -69,10 +69,7 @@ class TemplateRendering:
         )
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[int]:
-        """Return the prompt's ids, with the header of the assistant's next message.
-
-        Raises GatewayError 400 for messages that the template refuses and for tools that it ignores.
-        """
+        """Raises GatewayError 400 for refused messages and ignored tools."""
         now = self._template.now()
         text = self._template.text(messages, tools, generation=True, now=now)
         if tools and text == self._template.text(messages, [], generation=True, now=now):
@@ -95,7 +92,7 @@ class TemplateRendering:
         messages: Sequence[ChatMessage],
         tools: Sequence[Tool],
     ) -> list[int] | None:
-        """Return the ids to append after `sampled`, the last message of `history`, for the next reply.
+        """Return the ids to append after `sampled`, the last message of `history`.
 
         None if the template rewrites the history or ends the reply differently. Raises GatewayError 400.
         """
@@ -104,7 +101,7 @@ class TemplateRendering:
         try:
             prompt = self._template.text(history[:-1], tools, generation=True, now=now)
         except GatewayError:
-            return None  # The template needs the new messages to render the history.
+            return None
         end = self._end_of_turn(whole, len(prompt))
         if end is None or not whole.startswith(prompt):
             return None
@@ -185,8 +182,8 @@ class TemplateRendering:
     def _find_stop_ids(self, folder: Path) -> list[int]:
         tokens = self._tokenizer.added_tokens
         last, other = (self._after_answer(_ANSWERED[:count]) for count in (2, 3))
-        # The last reply's end counts first, because gpt-oss ends earlier ones with a token that also occurs
-        # within replies.
+        # The last reply's end counts first: gpt-oss ends earlier ones with a token that also occurs within
+        # replies.
         self._ends_turns = bool(last)
         written = last or other
         declared = [*sorted(stop_ids_of(folder)), self._tokenizer.eos_token_id]

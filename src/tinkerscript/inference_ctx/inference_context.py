@@ -7,12 +7,8 @@
         env_name="gsm8k", env_example_id="ex_123", reward=1.0,
     )
 
-It owns the chat template, so that no environment can bypass it. Modeled on Marin's `InferenceContext`
-(github.com/marin-community/marin, issue 1744).
-
-Invariants: the server's prompt ids take precedence over a local rendering, and differences are counted.
-Sampled ids are read from the reply, or the choice is refused. Everything in a request that changes the
-sampled distribution is on the call, or makes its tokens constrained.
+Modeled on Marin's `InferenceContext` (github.com/marin-community/marin, issue 1744), which owns the chat
+template so that no environment can bypass it. The server's prompt ids take precedence over a local rendering.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ from tinkerscript.rollouts.call import (
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
-SHORT_RESPONSE = 5  # Shorter replies are counted as `short_response`.
+SHORT_RESPONSE = 5
 
 Reward = float | Sequence[float] | FloatArray | Callable[[Rollout], FloatArray]
 """The episode's reward; its shares per response token [R]; or a function that returns them
@@ -61,9 +57,8 @@ PromptFormat = Literal["chat_template", "plain"]
 """`plain`: `role: content` lines, for a base model without a chat template."""
 
 RequestParameters = Mapping[str, Any]
-"""By their names on the wire. Those in `extra_body` count too."""
+"""By wire name, including `extra_body`."""
 
-# They force or forbid tokens, or change their probabilities.
 _GRAMMARS = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("allowed_token_ids", "bad_words", "logit_bias", "json_schema", "regex", "ebnf", "structural_tag"),
@@ -101,7 +96,7 @@ class InferenceTurn(NamedTuple):
 
     tools: Tools | None = None
     request: RequestParameters | None = None
-    """Parameters of the request: temperature, top-p, top-k, a grammar."""
+    """Temperature, top-p, top-k, a grammar."""
 
 
 class InferenceContext:
@@ -124,8 +119,8 @@ class InferenceContext:
         """`tokenizer` is the served model's, with Hugging Face's methods.
 
         `raw_pieces`: the server sends vocabulary pieces (`Ġhello`), as Levanter does. `vocabulary`: the
-        number of the model's ids, if it exceeds the tokenizer's. `template_args`: for the chat template.
-        `logprob_kind` and `temperature` describe the logprobs of requests that do not say.
+        number of the model's ids, if it exceeds the tokenizer's. `logprob_kind` and `temperature` are
+        defaults for requests that do not say.
         """
         self.tokenizer: Any = tokenizer
         self.warnings: Counter[str] = Counter()
@@ -140,8 +135,7 @@ class InferenceContext:
     def tokenize_prompt(
         self, prompt: PromptLike, *, tools: Tools | None = None, **template_args: Any
     ) -> IntArray:
-        """Render a prompt with the chat template and generation prompt: int32 [P]. Ids pass through
-        unchanged.
+        """Render a prompt with the chat template and generation prompt: int32 [P]. Ids pass through.
 
         Raises AlignmentError for an empty prompt or result, or a tokenizer without a chat template.
         """
@@ -232,10 +226,10 @@ class InferenceContext:
     def create_rollouts_from_turns(
         self, turns: Sequence[InferenceTurn], env_name: str, env_example_id: str, reward: Reward
     ) -> tuple[Rollout, ...]:
-        """Make the training sequences of a conversation: one, if each prompt extends everything before it.
+        """Make the training sequences of a conversation. Raises AlignmentError.
 
-        A prompt that does not (edited history, thinking stripped by the template) starts a new sequence.
-        Every sampled token is in exactly one. Raises AlignmentError.
+        A prompt that does not extend everything before it (edited history, thinking stripped by the template)
+        starts a new sequence. Every sampled token is in exactly one.
         """
         calls = [self._call(turn, env_example_id) for turn in turns]
         rollouts = merge_calls(calls, episode_uuid=env_example_id)
@@ -252,7 +246,7 @@ class InferenceContext:
         self._warn(turn.response, tokens.ids, logprobs)
         constrained, logprob_kind = tokens.constrained, self._logprob_kind
         if constrained is None and _is_constrained(given):
-            # Unknown where the grammar applied, and whether the logprobs are from before it.
+            # Unknown where the grammar applied, and whether it changed the logprobs.
             constrained, logprob_kind = bytes([TokenConstraint.UNKNOWN]) * len(tokens.ids), "unknown"
         return Call(
             call_id=f"{env_example_id}/{uuid4().hex}",
@@ -279,7 +273,7 @@ class InferenceContext:
         return self._is_plain or bool(getattr(self.tokenizer, "chat_template", None))
 
     def _prompt_ids(self, turn: InferenceTurn, tokens: ChoiceTokens) -> IntArray:
-        """Raises AlignmentError if the caller sent ids and the server reports others."""
+        """Raises AlignmentError if the server reports other ids than the caller sent."""
         theirs = tokens.prompt_ids
         if theirs is not None and not len(theirs):
             raise AlignmentError("the server reports an empty prompt")

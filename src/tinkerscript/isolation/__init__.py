@@ -1,1 +1,1 @@
-"""Sandboxes for untrusted programs without Docker, built from Linux namespaces, with one way out."""
+"""Sandboxes for untrusted programs without Docker, built from Linux namespaces."""

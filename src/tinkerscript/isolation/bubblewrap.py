@@ -1,13 +1,11 @@
 """`Bubblewrap` is a sandbox made of Linux namespaces, using Debian's `bwrap` and util-linux's `nsenter`.
 
-Inside, the root is a private folder in which this machine's programs are mounted read-only. Programs see only
-the sandbox's processes, a loopback interface and the given variables; they have no terminal and no
-capabilities. Control groups (cgroups version 1 or 2) limit memory and processes where this process may create
-them, otherwise setrlimit does so for each process.
+The root is a private folder with this machine's programs mounted read-only. Programs have a loopback
+interface, but no terminal, capabilities or view of other processes. Control groups (version 1 or 2) limit
+memory and processes where possible, otherwise setrlimit limits each process.
 
-Invariants: when `stop` returns, every process of the sandbox has ended. When the process that started it
-ends, even by SIGKILL, the sandbox's processes end and its files are removed. A limit that cannot be enforced
-is refused.
+`stop` ends every process of the sandbox, and so does the end of the process that started it, even by SIGKILL,
+which also removes the files. A limit that cannot be enforced is refused.
 
 Sources: https://github.com/containers/bubblewrap, namespaces(7), nsenter(1), cgroups(7), getrlimit(2),
 https://docs.kernel.org/admin-guide/cgroup-v2.html
@@ -36,33 +34,32 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tinkerscript.errors import IsolationError
 
-MIN_PROCESSES = 16  # The sandbox and one command already need several.
+MIN_PROCESSES = 16  # The sandbox and one command need several.
 _MOUNT = Path("/sys/fs/cgroup")
 _REMOVED_WITHIN_S = 5.0
 
 
 class ResourceLimits(BaseModel):
-    """What programs in a sandbox may use. None means no limit."""
+    """None means no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory_mb: int | None = Field(default=None, ge=1)
     """All programs together, in MiB, with files kept in memory. Beyond it the kernel kills a program.
 
-    Without control groups it limits the data of each process, and an allocation beyond it fails.
+    Without control groups it limits each process's data, and larger allocations fail.
     """
 
-    # Processes and threads at a time, two for the sandbox and two for each command.
+    # Includes threads, two for the sandbox and two for each command.
     processes: int | None = Field(default=None, ge=MIN_PROCESSES)
     file_mb: int | None = Field(default=None, ge=1)  # The largest file that can be written, in MiB.
 
 
 class LimitedProcesses:
     def __init__(self, name: str, limits: ResourceLimits) -> None:
-        """Make the control groups. `name` must be unique on this machine.
+        """`name` must be unique on this machine.
 
-        Raises IsolationError for `processes` if neither control groups nor the kernel's limit for a user,
-        which does not apply to root, can enforce it.
+        Raises IsolationError if `processes` cannot be enforced: without control groups, root has no limit.
         """
         self._groups: list[Path] = []
         self._in_group = ""
@@ -75,7 +72,7 @@ class LimitedProcesses:
                 )
             each |= {"data": limits.memory_mb and limits.memory_mb * 2**20, "nproc": limits.processes}
         options = [f"--{name}={value}" for name, value in each.items() if value]
-        # Outside, the limit would count all of the user's processes, because it is kept per user namespace.
+        # It is per user namespace: outside, it would count all of the user's processes.
         self.inside = ["/usr/bin/prlimit", *options] if options else []
 
     @property
@@ -83,7 +80,6 @@ class LimitedProcesses:
         return ["/bin/sh", "-c", f'{self._in_group}exec "$@"', "sh"] if self._groups else []
 
     async def remove(self) -> None:
-        """Remove the control groups after their processes have ended. Idempotent."""
         loop = asyncio.get_running_loop()
         until = loop.time() + _REMOVED_WITHIN_S
         while self._groups:
@@ -133,7 +129,7 @@ def group_parents() -> list[Path]:
 
 
 def _parent_of(controller: str) -> tuple[Path | None, str]:
-    """Return the group below which this process may limit `controller`, and the file of the limit."""
+    """Return the group below which this process may limit `controller`, and the limit's file."""
     for number, controllers, path in _own_groups():
         if controller in controllers:
             file = "memory.limit_in_bytes" if controller == "memory" else "pids.max"
@@ -159,7 +155,6 @@ def _passes_on(group: Path, controller: str) -> bool:
 
 def _own_groups() -> Iterator[tuple[int, list[str], str]]:
     with suppress(FileNotFoundError):
-        # Version 2 has hierarchy 0 and names no controllers.
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             number, controllers, path = line.split(":", 2)
             yield int(number), controllers.split(","), path.lstrip("/")
@@ -208,7 +203,7 @@ _NAMESPACES = ("--user", "--preserve-credentials", "--mount", "--pid", "--net", 
 # See ioctl_ns(2).
 _NS_GET_PARENT = 0xB702
 
-# It listens in the sandbox's network namespace and passes the socket to the parent.
+# Listens in the sandbox's network namespace and passes the socket to the parent.
 _LISTEN = """
 import array, socket, sys
 listening = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
@@ -216,8 +211,7 @@ sent = array.array("i", [listening.fileno()])
 socket.socket(fileno=0).sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, sent)])
 """
 
-# After standard input closes, it removes the folder and the control groups in its arguments, however long
-# that takes.
+# After standard input closes, removes the folder and control groups in its arguments.
 _SWEEP = """
 cat > /dev/null
 while [ -e "$0" ]; do chmod -R u+rwX "$0" 2> /dev/null; rm -rf "$0" 2> /dev/null || sleep 0.1; done
@@ -231,20 +225,20 @@ NO_LIMITS = ResourceLimits()
 
 
 class Bubblewrap:
-    """A sandbox that belongs to the event loop that starts it."""
+    """Belongs to the event loop that starts it."""
 
     def __init__(self, limits: ResourceLimits = NO_LIMITS) -> None:
-        """Raises IsolationError if `bwrap` or `nsenter` is missing, or if a limit cannot be enforced."""
+        """Raises IsolationError if a program is missing or a limit cannot be enforced."""
         for program, package in (("bwrap", "bubblewrap"), ("nsenter", "util-linux")):
             if shutil.which(program) is None:
                 raise IsolationError(f"{program} is not installed; install it: apt-get install {package}")
-        # `/` inside. Do not follow its links: programs in the sandbox made them.
+        # `/` inside. Do not follow its links, which the sandbox's programs can make.
         self.root = Path(tempfile.mkdtemp(dir=_folder_of_this_process()))
         self._process: asyncio.subprocess.Process | None = None
-        # A pidfd of the sandbox's first process. All others end with it.
+        # A pidfd of the first process; all others end with it.
         self._init = -1
         self._init_pid = 0
-        # The user namespace that owns the others. This user may enter them from there.
+        # The owning user namespace, through which this user may enter the others.
         self._owner = -1
 
         self._lay_out()
@@ -259,7 +253,7 @@ class Bubblewrap:
         return self._process is not None and self._process.returncode is None
 
     async def start(self, *, readable: Iterable[Path] = ()) -> None:
-        """Start the sandbox. `readable` are more folders of this machine to mount read-only.
+        """Start, with the folders `readable` also mounted read-only.
 
         Files in `/work` and in folders outside the system survive a restart; the home folder and `/tmp` are
         new. Raises IsolationError with bwrap's message.
@@ -330,11 +324,11 @@ class Bubblewrap:
         return socket.socket(fileno=descriptors[0])
 
     async def stop(self) -> None:
-        """End every process and keep the files. Idempotent."""
+        """End every process and keep the files."""
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):  # It and all others have already ended.
+        with suppress(ProcessLookupError):  # All have already ended.
             signal.pidfd_send_signal(self._init, signal.SIGKILL)
         os.close(self._init)
         os.close(self._owner)
@@ -342,14 +336,13 @@ class Bubblewrap:
         await process.communicate()
 
     async def remove(self) -> None:
-        """End every process and remove the files. Idempotent."""
         await self.stop()
         await self._limited.remove()
         if self.root.exists():
             await asyncio.to_thread(_remove, self.root)
 
     def _lay_out(self) -> None:
-        # Programs trust these folders, so nothing of an earlier program may stay in them.
+        # Programs trust these folders, so no earlier program's files may stay.
         for name in _RESERVED:
             _remove(self.root / name)
         for folder in _FOLDERS:
@@ -403,7 +396,7 @@ def _owner_of(pid: int) -> int:
 
 
 def _remove(path: Path) -> None:
-    # Folders may have any modes, and links must not be followed.
+    # Folders may have any mode, and links must not be followed.
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -415,8 +408,8 @@ def _bwrap(root: Path, readable: Iterable[Path], status: int) -> list[str]:
     arguments = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     arguments += ["--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox", "--clearenv"]
     if os.geteuid() == 0:
-        # Otherwise a program could become root in a user namespace. The option also keeps other users out of
-        # the sandbox, so only root uses it.
+        # Otherwise a program could become root in a user namespace. This also keeps other users from
+        # entering, so only root uses it.
         arguments += ["--disable-userns"]
     arguments += ["--bind", str(root), "/"]
     for path in _SYSTEM:

@@ -3,8 +3,8 @@
     Task(..., sandbox="bubblewrap")
     Task(..., sandbox=("bubblewrap", BubblewrapSettings(memory_mb=4096, processes=256, file_mb=1024)))
 
-Commands run in `/work` as the user `agent`, without a network. Background processes end with the sample.
-Commands in the sandbox read and write its files, so that a link cannot lead outside.
+Commands run in `/work` as the user `agent`, without a network. Files are read and written by commands inside,
+so that a link cannot lead outside.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tinkerscript.isolation.bubblewrap import WORK, Bubblewrap, ResourceLimits
 
 _WRITE = '[ -d "$0" ] && exit 21; mkdir -p -- "$(dirname -- "$0")" && cat > "$0" || exit 13'
 _SIZE = '[ -d "$0" ] && exit 21; [ -e "$0" ] || exit 2; [ -r "$0" ] || exit 13; exec stat -L -c %s -- "$0"'
-# Their exit statuses are error numbers.
+# The scripts' exit statuses are error numbers.
 _FAILURES = {2: FileNotFoundError, 13: PermissionError, 21: IsADirectoryError}
 
 _TIMED_OUT = (124, 137)
@@ -43,16 +43,16 @@ _USERS = (None, "agent", "1000")
 
 class BubblewrapSettings(ResourceLimits):
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables of every command, unless it overrides them."""
+    """For every command; a command's own variables override them."""
 
-    working_dir: str = WORK  # Created if needed. It must not be a system folder.
+    working_dir: str = WORK  # Created if needed; not a system folder.
 
     def __hash__(self) -> int:
         # Inspect keeps settings in sets.
         return hash(self.model_dump_json())
 
 
-# Meaningless here: programs come from this machine, without a network or a processor limit.
+# Meaningless here: no images, no network, no processor limit.
 _NOT_OF_IMAGES = {
     *("build", "command", "cpus", "entrypoint", "hostname", "image", "init", "network_mode", "platform"),
     *("pull_policy", "restart", "stop_grace_period", "x_default"),
@@ -62,10 +62,7 @@ _HONORED = {"environment", "mem_limit", "pids_limit", "working_dir"}
 
 
 def settings_of(config: SandboxEnvironmentConfigType | None) -> BubblewrapSettings:
-    """Accepts a Compose file with one service, as in Harbor's tasks.
-
-    Raises IsolationError for settings that cannot be honored.
-    """
+    """Accepts a Compose file with one service, as in Harbor's tasks. Raises IsolationError."""
     match config:
         case None:
             return BubblewrapSettings()
@@ -127,7 +124,7 @@ class BubblewrapSandbox(SandboxEnvironment):
     async def sample_init(
         cls, task_name: str, config: SandboxEnvironmentConfigType | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
-        """Raises IsolationError if a sandbox with these settings cannot be made here."""
+        """Raises IsolationError."""
         settings = settings_of(config)
         bubblewrap = Bubblewrap(settings)
         try:
@@ -178,7 +175,7 @@ class BubblewrapSandbox(SandboxEnvironment):
             concurrency=concurrency,
         )
         if result.returncode < 0:
-            # A shell would report a death by signal as 128 + its number.
+            # As a shell reports it.
             result.returncode = 128 - result.returncode
         if timeout is not None and result.returncode in _TIMED_OUT and time.monotonic() - started >= timeout:
             raise TimeoutError(f"the command took longer than {timeout} s and was ended")
@@ -188,7 +185,7 @@ class BubblewrapSandbox(SandboxEnvironment):
 
     async def write_file(self, file: str, contents: str | bytes) -> None:
         data = contents.encode() if isinstance(contents, str) else contents
-        # Inspect's `subprocess` leaves standard input closed without input, so `cat` would fail.
+        # Inspect's `subprocess` closes standard input if there is none, so `cat` would fail.
         command = self._shell(_WRITE if data else _WRITE.replace("cat", ":"), file)
         _raise_failure(await subprocess(command, input=data or None), file)
 

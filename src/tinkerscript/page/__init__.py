@@ -1,5 +1,4 @@
 """The page of a run: an API and a browser view of its ledger and its live server.
 
-Each view has a module that computes its API replies. `web_app` serves them, `tinkerscript show` prints them,
-and `static/` is the page.
+`web_app` serves the views, and `tinkerscript show` prints them.
 """

@@ -1,8 +1,7 @@
 """Access control for the page (`PageAccess`), and the audit log of changes.
 
 With an admin token, all but the login form needs the token or its cookie. Without one, only requests to a
-loopback name are served, so other sites cannot reach the page under another name. Changes must come from the
-page, and no URL contains a token.
+loopback name are served, so other sites cannot reach the page under another name.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "font-src 'self'; frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'self'"
 )
-"""Allow nothing from other hosts and no scripts but ours."""
+"""Nothing from other hosts and no scripts but ours."""
 
 HEADERS = {
     "content-security-policy": CONTENT_POLICY,
@@ -99,8 +98,6 @@ def _cookie(header: str, name: str) -> str:
 
 
 class PageAccess:
-    """Checks every request, and confines the page by response headers."""
-
     def __init__(self, app: ASGIApp, *, sessions: PageSessions) -> None:
         self._app = app
         self._sessions = sessions

@@ -15,7 +15,7 @@ from tinkerscript.files import write_json
 ANNOTATION_FILE = "annotation.json"
 
 MAX_NOTE_CHARS, MAX_TAG_CHARS, MAX_TAGS = 4000, 40, 20
-MAX_BYTES = 64 * 2**10  # More than the longest annotation takes.
+MAX_BYTES = 64 * 2**10
 
 
 def _unique(tags: list[str]) -> list[str]:

@@ -1,7 +1,4 @@
-"""Metric curves, config differences between runs, and token alignment over time.
-
-A curve has a bounded number of points, each the mean, minimum and maximum of a span.
-"""
+"""Metric curves, config differences between runs, and token alignment over time."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ MAX_POINTS = 2000
 
 
 class MetricCurve(BaseModel):
-    """A metric over steps. All lists are equally long."""
+    """All lists are equally long."""
 
     steps: list[int] = Field(description="The first step of each span.")
     mean: list[float]
@@ -73,7 +70,6 @@ def metric_names(ledger: LedgerReader, prefix: str = "") -> list[str]:
 
 
 def curve(ledger: LedgerReader, name: str, *, points: int = 400) -> MetricCurve | None:
-    """Return a curve, or None without the metric."""
     low, high = ledger.rows(_SPAN, (name,))[0]
     if low is None:
         return None
@@ -88,7 +84,7 @@ def curves(ledger: LedgerReader, names: Iterable[str], *, points: int = 400) -> 
 
 
 def config_differences(configs: Mapping[str, Mapping[str, Any]]) -> list[ConfigDifference]:
-    """Return settings that differ between runs, or a single run's from the defaults."""
+    """Compare runs, or a single run with the defaults."""
     if len(configs) == 1:
         configs = {"default": RunConfig().model_dump(mode="json"), **configs}
     flat = {run: dict(_flat(config)) for run, config in configs.items()}
@@ -117,8 +113,6 @@ CURVES = (
 
 
 class FindingKind(BaseModel):
-    """One kind of finding, over the whole run."""
-
     kind: str = Field(description="`finding` (a step), `error` (a sequence that did not train) or `warning`.")
     name: str
     meaning: str
@@ -158,7 +152,7 @@ def alignment_view(ledger: LedgerReader) -> AlignmentView:
 
 
 def found_in(ledger: LedgerReader, kind: str, name: str) -> FindingPage:
-    """Return the newest findings. Raises NotRecordedError without any."""
+    """Raises NotRecordedError."""
     query = (
         "SELECT step, detail, count, episode FROM findings WHERE kind = ? AND name = ? AND undone = 0 "
         f"ORDER BY number DESC LIMIT {MAX_ROWS}"

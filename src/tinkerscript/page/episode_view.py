@@ -1,4 +1,4 @@
-"""An episode: its conversation, scores and attempts, and the other episodes of its group."""
+"""An episode with its conversation, scores, attempts and group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
 EPISODE_TEXT_CHARS = 50_000
-"""The maximum length of a message. The token view has the rest."""
 
 MAX_SIBLINGS = 256
 
@@ -67,15 +66,11 @@ class Score(BaseModel):
 
 
 class VerdictView(BaseModel):
-    """What the judge of the group said about the episode."""
-
     reward: float | None = Field(description="What it trains on; null: the judge failed.")
     words: str
 
 
 class FailedAttempt(BaseModel):
-    """A failed attempt. It never trains."""
-
     attempt: int
     client: str
     kind: str
@@ -98,8 +93,6 @@ class SequenceLine(BaseModel):
 
 
 class EpisodeUse(BaseModel):
-    """What a step did with the episode."""
-
     step: int
     outcome: str
     advantage: float | None
@@ -135,7 +128,7 @@ class EpisodeView(BaseModel):
 
 
 def find_episode(ledger: LedgerReader, prefix: str) -> str:
-    """Return the uuid of the only episode with this prefix. Raises NotRecordedError."""
+    """Raises NotRecordedError unless exactly one episode matches."""
     query = "SELECT uuid FROM episodes WHERE uuid >= ? AND uuid < ? AND end_number IS NOT NULL LIMIT 5"
     found = [uuid for (uuid,) in ledger.rows(query, (prefix, f"{prefix}\U0010ffff"))]
     if len(found) == 1 or prefix in found:
@@ -145,7 +138,7 @@ def find_episode(ledger: LedgerReader, prefix: str) -> str:
 
 
 def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
-    """Return an episode's view, by its whole uuid. Raises NotRecordedError."""
+    """Raises NotRecordedError."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found:
         raise NotRecordedError(f"the run has no episode {uuid!r} that ended")
@@ -188,7 +181,7 @@ def episode_view(run: str, ledger: LedgerReader, uuid: str) -> EpisodeView:
 
 class EpisodeSequence(NamedTuple):
     role: str
-    number: int  # Among the role's sequences, from 0.
+    number: int  # From 0, by role.
     rollout: Rollout
     first: int
 
@@ -196,11 +189,11 @@ class EpisodeSequence(NamedTuple):
         return next((each for each in step if (each.role, each.number) == (self.role, self.number)), None)
 
 
-Steps = Mapping[int, Sequence[TrainedSequence]]  # How each step used an episode's sequences.
+Steps = Mapping[int, Sequence[TrainedSequence]]  # By step.
 
 
 def recorded_sequences(ledger: LedgerReader, uuid: str) -> tuple[list[EpisodeSequence], Steps] | None:
-    """Return an episode's sequences and their use by each step, or None if its tokens were dropped."""
+    """None if the tokens were dropped."""
     found = episodes(ledger, "e.uuid = ?", (uuid,))
     if not found or found[0]["emptied"]:
         return None
@@ -216,8 +209,7 @@ def _chat_of(steps: Steps) -> TrainedSequence | None:
 
 
 def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[EpisodeSequence]:
-    """Return the policy's training sequences, then each trained role's. A chat of fine-tuning is a single
-    one."""
+    """The policy's training sequences, then each trained role's. A chat of fine-tuning is one sequence."""
     if chat := _chat_of(steps):
         tokens = unpack_ids(chat.chat)
         trained = np.frombuffer(chat.chat_trained, np.uint8).astype(np.bool_)
@@ -233,7 +225,7 @@ def sequences_of(uuid: str, calls: Sequence[Call], steps: Steps) -> list[Episode
 
 
 def siblings(ledger: LedgerReader, own: EpisodeLine) -> list[EpisodeLine]:
-    """Return the group's episodes that count, or the undone ones for an undone episode."""
+    """The group's episodes that count, or the undone ones for an undone episode."""
     # Without `+ 0` SQLite would scan all episodes of clients' samples.
     rest = "e.group_id = ? AND e.step + 0 = ? AND e.label = ? AND e.undone = ? ORDER BY e.end_number"
     given = (own.group_id, own.step, own.label, own.undone or 0)

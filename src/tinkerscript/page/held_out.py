@@ -1,4 +1,4 @@
-"""Compare evaluations sample by sample, and show one sample over policy versions."""
+"""Compare evaluations sample by sample, and show a sample over policy versions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ComparisonQuery(BaseModel):
 
 
 class Attempts(BaseModel):
-    """A sample's episodes under one policy version, or under consecutive ones if there are very many."""
+    """Covers one policy version, or several consecutive versions if there are very many."""
 
     policy_version: int | None = Field(description="The first version; null if not recorded.")
     episodes: int
@@ -146,7 +146,7 @@ class SampleContent:
 
 
 def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
-    """Return None if unknown. Raises NotRecordedError for a malformed digest."""
+    """Raises NotRecordedError for a malformed digest."""
     try:
         row = ledger.row("SELECT payload FROM samples WHERE digest = ?", (bytes.fromhex(digest or ""),))
     except ValueError as error:
@@ -160,7 +160,7 @@ def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
 
 
 def input_text(sample: Mapping[str, Any]) -> str:
-    """Return a sample's question. Clients may register any JSON."""
+    """Clients may register any JSON."""
     given = sample.get("input", "")
     return (
         "\n".join(map(_message_text, cast("list[Any]", given))) if isinstance(given, list) else as_text(given)

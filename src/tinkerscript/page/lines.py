@@ -7,7 +7,7 @@
     client:worker-3 7f3a    ids and names, by their beginning
 
 Lists are read in pages, newest episodes first, by an index or for at most `SCAN_S` seconds, however large the
-run is. A search reports where to continue.
+run is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tinkerscript.page.search_index import BAD_CALLS, SearchIndex, reply_text, s
 
 MAX_LINES = 200
 FIRST_ROWS, SCAN_ROWS = 64, 2000
-"""The first query reads few rows, because most lists need no more."""
+"""Most lists need no more than the first query's few rows."""
 
 SPAN = 20_000
 
@@ -55,7 +55,8 @@ LEFT JOIN trained AS t ON t.episode = e.sequence AND t.undone = 0 AND t.outcome 
     AND t.role = (SELECT min(role) FROM trained WHERE episode = e.sequence AND undone = 0 AND step = t.step)
 """
 """Episodes with their last claim, and how the first step used them, for the policy with the first name; the
-run's own has an empty name."""
+run's own has an empty name.
+"""
 
 _CALLS = """
 SELECT episode, attempt, count(*) AS calls, min(nullif(created, 0)) AS started,
@@ -130,7 +131,7 @@ class EpisodePage(BaseModel):
 
 
 def episodes(ledger: LedgerReader, rest: str, parameters: Sequence[Any] = ()) -> list[Episode]:
-    """Return ended episodes. `rest` continues the WHERE clause."""
+    """`rest` continues the WHERE clause."""
     found = [
         dict(row)
         for row in ledger.rows(f"{EPISODE_ROWS} WHERE e.end_number IS NOT NULL AND {rest}", parameters)
@@ -171,12 +172,11 @@ def line(ledger: LedgerReader, episode: Episode) -> EpisodeLine:
 
 
 def lines(ledger: LedgerReader, rest: str, parameters: Sequence[Any], *, limit: int) -> list[EpisodeLine]:
-    """Return the lines of a query that an index answers."""
+    """`rest` must be a query that an index answers."""
     return [line(ledger, each) for each in episodes(ledger, f"{rest} LIMIT {limit}", parameters)]
 
 
 def preview(ledger: LedgerReader, episode: Episode) -> str:
-    """Return the last reply's beginning, or why the episode failed."""
     if episode["state"] != "ended":
         found = ledger.row(_LAST_FAILURE, (episode["sequence"],))
         failure: dict[str, Any] = json.loads(found[0]) if found else {}
@@ -254,7 +254,7 @@ _read_result = msgspec.json.Decoder(StoredResult).decode
 
 
 def result_of(ledger: LedgerReader, sequence: int) -> StoredResult:
-    """Return an episode's result, empty if it failed. Raises NotRecordedError."""
+    """Empty if the episode failed. Raises NotRecordedError."""
     found = ledger.row("SELECT result FROM results WHERE episode = ?", (sequence,))
     try:
         return _read_result(bytes(found[0])) if found is not None else StoredResult()

@@ -1,7 +1,4 @@
-"""The first screen of a run, and the list of runs.
-
-Nothing here reads all episodes. All streams of a run share one ledger poll per second (`RunEvents`).
-"""
+"""The first screen of a run, and the list of runs. Nothing here reads all episodes."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from tinkerscript.page.curves import metric_names
 from tinkerscript.page.lines import EpisodeLine, lines, newest
 
 NEWEST = 12
-RECENT_STEPS = 50  # For the estimate of the remaining time.
+RECENT_STEPS = 50  # To estimate the remaining time.
 
 EVALUATIONS = 20
 
@@ -44,7 +41,7 @@ class PhaseProgress(BaseModel):
 
 
 class EvaluationProgress(BaseModel):
-    """An evaluation that has begun and not ended; a run that is resumed makes it again."""
+    """An evaluation that has not ended; a resumed run makes it again."""
 
     label: str
     step: int
@@ -53,8 +50,6 @@ class EvaluationProgress(BaseModel):
 
 
 class Evaluation(BaseModel):
-    """A score on held-out samples."""
-
     label: str
     step: int
     time: float
@@ -65,15 +60,13 @@ class Evaluation(BaseModel):
 
 
 class FailureCount(BaseModel):
-    """The number of failed episodes with a kind of failure."""
-
     kind: str
     count: int
     example: EpisodeLine | None = Field(description="The newest one.")
 
 
 class Health(BaseModel):
-    """Conditions that deserve attention, counted over the whole run."""
+    """Counted over the whole run."""
 
     episodes: int = Field(description="Training episodes with a result.")
     failed: int
@@ -167,7 +160,7 @@ def _tasks(ledger: LedgerReader) -> list[str]:
 
 
 def _learning_rate(ledger: LedgerReader) -> float | None:
-    # The trainer may have chosen the rate.
+    # The trainer may have chosen it.
     section = "sft" if ledger.config.get("method") == "sft" else "training"
     said = ledger.setting(section, "learning_rate")
     return said if isinstance(said, float) and said else newest_value(ledger, "train/learning_rate")
@@ -253,7 +246,6 @@ def _failures(ledger: LedgerReader) -> list[FailureCount]:
 
 
 def _example(ledger: LedgerReader, kind: str) -> EpisodeLine | None:
-    # Failed episodes have their own index.
     found = lines(ledger, "e.state = 'failed' AND e.failure = ? ORDER BY e.end_number DESC", (kind,), limit=1)
     return found[0] if found else None
 
@@ -300,7 +292,7 @@ EVENT_EVERY_S = 15.0
 
 
 class RunEvents:
-    """The event streams of one run, for one event loop."""
+    """For one event loop."""
 
     def __init__(self, run: str, ledger: LedgerReader) -> None:
         self._run = run

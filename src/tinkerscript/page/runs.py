@@ -1,7 +1,7 @@
 """`Runs` are the runs that a page shows, with the servers of those in progress.
 
-However many people watch, a server is asked once a second. We only ask this user's servers on this machine: a
-foreign run folder could name any address, which would receive the admin token.
+A server is asked at most once a second. We only ask this user's servers on this machine: a foreign run folder
+could name any address, which would receive the admin token.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ class Runs:
         raise NotRecordedError(f"no run here has an episode {episode_uuid!r} that ended")
 
     def delete(self, name: str) -> None:
-        """Delete a run's folder. Raises NotRecordedError, OSError, and ConflictError for a run in
-        progress."""
+        """Raises NotRecordedError, OSError, and ConflictError for a run in progress."""
         ledger = self.ledger(name)
         folder = ledger.folder
         if folder.parent != self.root or folder.is_symlink():
@@ -136,7 +135,7 @@ class RunServer:
         self._fleet: tuple[float, dict[str, Any]] = (-FRESH_S, {})
 
     async def fleet(self) -> dict[str, Any]:
-        """Return `GET /fleet`. Raises NotRecordedError if no server answers."""
+        """Raises NotRecordedError if no server answers."""
         async with self._asking:
             at, found = self._fleet
             if time.monotonic() - at >= FRESH_S:

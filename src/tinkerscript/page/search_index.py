@@ -1,8 +1,8 @@
 """`SearchIndex` finds a run's episodes by words, with SQLite's full-text search.
 
 Searches build `search.sqlite` next to the ledger, newest episodes first, or a temporary file in a read-only
-folder. It can be deleted at any time. A search indexes briefly and reports how far back it reached; its next
-page continues. We write through no link, because a foreign folder may have anything in the file's place.
+folder. It can be deleted at any time. We write through no link, because a foreign folder may have anything in
+the file's place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHUNK = 200
 MAX_INDEXED_CHARS = 65_536
 
 BAD_CALLS = NotRecordedError, ValueError, RecursionError
-"""Errors of calls that no gateway wrote. Lists and searches skip them."""
+"""Errors of calls that no gateway wrote; lists and searches skip them."""
 
 _SCHEMA = """
 BEGIN IMMEDIATE;
@@ -54,7 +54,7 @@ _SPANS = "SELECT first, last FROM spans"
 
 
 class SearchIndex:
-    """One run's index. Thread-safe."""
+    """Thread-safe."""
 
     _known: ClassVar[dict[Path, SearchIndex]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -102,7 +102,7 @@ class SearchIndex:
             return max(low, first)
 
     def find(self, words: list[str], first: int, last: int, limit: int) -> list[int]:
-        """Return the newest episodes that contain all words. Raises NotRecordedError."""
+        """Return the newest matches. Raises NotRecordedError."""
         match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
         with self._at_work, _readable_errors(f"the search {match}"):
             return [number for (number,) in self._connection.execute(_MATCHES, (match, first, last, limit))]

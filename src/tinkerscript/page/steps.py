@@ -43,8 +43,6 @@ class Bin(BaseModel):
 
 
 class StepGroup(BaseModel):
-    """The episodes of one sample."""
-
     group_id: str
     sample: str | None
     mean_reward: float | None
@@ -166,7 +164,6 @@ def _filtered(groups: list[StepGroup], show: GroupFilter) -> list[StepGroup]:
 
 
 def histogram(values: list[float]) -> list[Bin]:
-    """Return at most `BINS` bars, or one per value."""
     distinct = sorted(set(values))
     if len(distinct) <= BINS // 2:
         return [Bin(low=value, high=value, count=values.count(value)) for value in distinct]

@@ -1,4 +1,4 @@
-"""The tokens of a training sequence, with the sampler's and the trainer's numbers."""
+"""A training sequence's tokens with their numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Numbers = list[float | None]
 class Tokens(BaseModel):
     """The tokens [start, end) of a sequence, in lists of that length.
 
-    A number is null where it does not apply, and a list is null if it was not recorded.
+    A number is null where it does not apply, and a list if it was not recorded.
     """
 
     sequence: int
@@ -62,7 +62,7 @@ def token_view(
     end: int | None = None,
     step: int | None = None,
 ) -> Tokens:
-    """Return tokens as `step`, by default the last, used them. Raises NotRecordedError."""
+    """`step` is by default the last that used them. Raises NotRecordedError."""
     recorded = recorded_sequences(ledger, uuid)
     if recorded is None:
         raise NotRecordedError(f"the tokens of episode {uuid!r} are not recorded")

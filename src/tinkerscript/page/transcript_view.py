@@ -1,7 +1,6 @@
 """An episode's transcript as a list of readable events.
 
-Transcripts come from clients. For an invalid one we show the problem and the raw text. Nothing is read beyond
-`TRANSCRIPT_BYTES` and `MAX_EVENTS`.
+Transcripts come from clients, so an invalid one is shown as raw text with the problem.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ class TranscriptView(BaseModel):
 
 
 class Pool(msgspec.Struct):
-    """Messages shared by model calls."""
+    """Shared by model calls."""
 
     messages: list[msgspec.Raw] = []
 
 
 class Transcript(msgspec.Struct):
-    """The part of Inspect's `EvalSample` that we read. Events are decoded when shown."""
+    """The part of Inspect's `EvalSample` that we read; events are decoded when shown."""
 
     events: list[msgspec.Raw] = []
     events_data: Pool | None = None
@@ -90,7 +89,7 @@ _read_place = msgspec.json.Decoder(_Place).decode
 def transcript_view(
     ledger: LedgerReader, uuid: str, *, attempt: int | None = None, offset: int = 0
 ) -> TranscriptView:
-    """Return a page of events, by default of the last attempt. Raises NotRecordedError."""
+    """Return events, by default of the last attempt. Raises NotRecordedError."""
     number, attempts, attempt = _find_transcript(ledger, uuid, attempt)
     text = ledger.transcript(number, attempt)
     with _one_at_a_time:

@@ -1,7 +1,7 @@
 """The page as an ASGI app: files, API and server-sent events.
 
-It only reads, except for explicit actions. Those are logged in the run's audit log, and deletions in the
-parent folder's.
+It only reads, except for explicit actions. These are logged in the run's audit log, deletions in the parent
+folder's.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ class Token(BaseModel):
 
 
 class LoginState(BaseModel):
-    """Whether the caller is logged in, or need not be."""
-
     needed: bool
     entered: bool
 
@@ -82,7 +80,7 @@ class Deletion(BaseModel):
 
 
 def create_page(root: Path, *, admin_token: str | None) -> FastAPI:
-    """Create the app. Without an `admin_token`, anyone who uses a loopback name may enter."""
+    """Without an `admin_token`, anyone who uses a loopback name may enter."""
     sessions = PageSessions(admin_token)
     runs = Runs(root, admin_token)
 
@@ -184,7 +182,7 @@ class _Page:
         return LoginState(needed=self._sessions.are_needed, entered=self._sessions.may_enter(request.headers))
 
     async def login(self, body: Token, request: Request, response: Response) -> LoginState:
-        """Log in with the admin token; the reply sets a cookie. 401 after a pause for a wrong token."""
+        """Log in with the admin token; the reply sets a cookie."""
         try:
             is_right = self._sessions.admits(body.token)
         except UnicodeEncodeError as error:  # JSON allows lone surrogates.
@@ -227,7 +225,7 @@ class _Page:
         return body
 
     def delete(self, run: str, body: Deletion, request: Request) -> RunList:
-        """Delete a run that is not in progress, with its checkpoints. The reply lists the remaining runs."""
+        """Delete a run that is not in progress, with its checkpoints. The reply lists the other runs."""
         if body.name != run:
             raise ConflictError(f"to delete {run}, repeat its name; got {body.name!r}")
         with _writing(self._runs.root / run):
@@ -237,8 +235,7 @@ class _Page:
         return self.list_runs()
 
     async def events(self, run: str, request: Request) -> StreamingResponse:
-        """Server-sent events: `run` with the first screen whenever something changed, at most once a
-        second."""
+        """Server-sent events: `run` with the first screen after each change, at most once a second."""
         ledger = await asyncio.to_thread(self._ledger, run)
         if run not in self._events:
             self._events[run] = RunEvents(run, ledger)

@@ -1,1 +1,1 @@
-"""The interchange server: hands out episodes, stores them, and delivers their outcomes to the trainer."""
+"""Hands out episodes, stores them, and delivers their outcomes to the trainer."""

@@ -1,7 +1,4 @@
-"""Assembles the server from a config and a run folder.
-
-`create_server` owns the order of construction, `InterchangeServer.run` the background tasks.
-"""
+"""Assembles the server from a config and a run folder."""
 
 from __future__ import annotations
 
@@ -69,11 +66,11 @@ class InterchangeServer:
     engine: EngineRoutes
     sampler: LinkSampler
     remote_sampler: RemoteSampler | None
-    """Replaces the engine, if the config names an inference server."""
+    """If the config names an inference server, it replaces the engine."""
 
     outside: Sequence[OutsideServer]
     gateways: GatewayProcesses | None
-    """Processes that answer model calls; None: this one does."""
+    """They answer model calls; None: this process does."""
 
     @property
     def gateway_ports(self) -> tuple[int, ...]:
@@ -91,7 +88,6 @@ class InterchangeServer:
         await self.interchange.run_end.known_to_all()
 
     def stop_waiting(self) -> None:
-        """So that connections can close."""
         self.interchange.close()
         self.sampler.close()
         if self.remote_sampler is not None:
@@ -121,9 +117,8 @@ async def create_server(
 ) -> InterchangeServer:
     """Assemble the server of a run folder, with the episodes in `ledger`. Binds nothing yet.
 
-    `serve_model`: the client token is the model's API key. `environ`: tokens of
-    `interchange_server.clients`. `remote_sampler` replaces the trainer's engine; `outside` answers for
-    roles. `listeners`: sockets of gateway processes, if any. `epoch`: from `ledger.lead`. Raises
+    `serve_model`: the client token is the model's API key. `environ`: tokens of `interchange_server.clients`.
+    `outside` answers for roles. `listeners`: for gateway processes. `epoch`: from `ledger.lead`. Raises
     ConfigError and StoreError.
     """
     section, times, totals = config.interchange_server, times or LinkTimes(), totals or Totals()

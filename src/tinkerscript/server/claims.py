@@ -1,9 +1,4 @@
-"""The gateway's `ClaimBook`s: `LeasedClaims` for a run's episodes, `ServedModel` for a model that only
-serves.
-
-Invariant: only the claim that holds the lease calls the model. It does not expire during a call or exceed
-its limits, and calls are recorded before they are answered.
-"""
+"""The gateway's `ClaimBook`s: `LeasedClaims` for episodes, `ServedModel` for a model that only serves."""
 
 from __future__ import annotations
 
@@ -32,10 +27,9 @@ def gateway_path(number: int) -> str:
 
 
 class ServedModel(ClaimBook):
-    """A model with one key for all callers, which does not train. Calls are counted, not recorded; the
-    latest stored ones stay in memory, each for its key.
+    """A model with one key for all callers (None: any key), which does not train.
 
-    `token` is the key; None accepts any.
+    Calls are counted, not recorded; the latest stored calls stay in memory, each for its key.
     """
 
     def __init__(
@@ -115,7 +109,9 @@ class _Usage:
 
 
 class LeasedClaims(ClaimBook):
-    """Opens keys derived from this server's secret, while their claims hold the lease."""
+    """A claim does not expire during a call or exceed its limits, and calls are recorded before they are
+    answered.
+    """
 
     def __init__(
         self,
@@ -128,8 +124,7 @@ class LeasedClaims(ClaimBook):
         max_tokens: int,
         gateways: int = 0,
     ) -> None:
-        """`max_calls`, `max_tokens`: recorded choices and sampled tokens per claim. `gateways`: number of
-        processes that serve claims; 0: this one does."""
+        """`gateways`: number of processes that serve claims; 0: this process does."""
         self._gateways = gateways
         self._book = book
         self._ledger = ledger
@@ -209,7 +204,6 @@ class LeasedClaims(ClaimBook):
         return calls
 
     async def oldest_version(self, episode: EpisodeRecord) -> int | None:
-        """Of the episode's last claim."""
         usage = self._usages.get((episode.uuid, episode.attempt))
         if usage is None:
             (calls,) = await self._ledger.calls([(episode.sequence, episode.attempt)])
@@ -217,9 +211,9 @@ class LeasedClaims(ClaimBook):
         return usage.oldest_version
 
     def _granted(self, usage: _Usage, number: int, max_tokens: int) -> int:
-        """Limit `max_tokens` to what the claim has left for each of `number` samples.
+        """Limit `max_tokens` to the claim's rest for each of `number` samples.
 
-        Raises GatewayError 403 `claim_limit_exceeded`, or 429 while running calls have reserved the rest.
+        Raises GatewayError 403 `claim_limit_exceeded`, or 429 while running calls reserve the rest.
         """
         calls_left, tokens_left = self._max_calls - usage.calls, self._max_tokens - usage.tokens
         if calls_left < number:
@@ -245,8 +239,7 @@ class LeasedClaims(ClaimBook):
 
 
 def _check_bytes(usage: _Usage, number: int) -> None:
-    """Raise GatewayError if the claim may not record `number` more bytes: 403, or 429 if running calls may
-    need them."""
+    """Raises GatewayError 403 beyond the limit, or 429 if running calls may need the bytes."""
     limit = RECORDED_BYTES.limit
     if usage.bytes + number > limit:
         raise RECORDED_BYTES.refusal(usage.bytes + number)

@@ -1,12 +1,9 @@
-"""`Clients`: what each client did recently, which ones must slow down, and how much clients with their own
-token may hold. `RunEnd` tells them when the run is over.
+"""`Clients`: what each client did recently, which must slow down, and how much each token may hold.
 
 A broken client fails at once and claims again, using up many episodes' attempts. After `MIN_FAILURES`
 failures in a row it gets one episode per second, and for `QUARANTINE_S` none, once the others' success rate
 cannot explain its failures. A client with its own token is `NAME/CLIENT_UUID`, and is also tracked as
-`NAME/`, so a new uuid does not help it.
-
-Invariant: if everyone fails, no client is quarantined. Such a run ends by itself (`NoSuccessError`).
+`NAME/`, so a new uuid does not help it. If everyone fails, the run ends by itself (`NoSuccessError`).
 """
 
 from __future__ import annotations
@@ -25,23 +22,23 @@ from tinkerscript.errors import QuotaError, UnauthorizedError
 from tinkerscript.protocol import TRAINER_POOL
 from tinkerscript.server.episodes.record import EpisodeRecord
 
-# A row of failures less likely than this, at the others' success rate, puts a client in quarantine.
+# A less likely row of failures, at the others' success rate, means quarantine.
 CHANCE = 1e-6
 MIN_FAILURES = 8
 PACE_S = 1.0
 QUARANTINE_S = 600.0
 
 MAX_CLIENTS = 10_000
-MIN_AGE_S = 5.0  # Shorter periods would make a client's first result look fast.
+MIN_AGE_S = 5.0  # Otherwise a first result looks fast.
 MESSAGE_CHARS = 300
 POLLING_S = 35.0  # A live worker's long polls last 30 s.
-SHUTDOWN_S = 2.5  # How long a stopping server waits for clients to learn of the run's end.
+SHUTDOWN_S = 2.5
 
 
 class Pause(NamedTuple):
     reason: str
     is_refusal: bool
-    """Whether the client should give up (403), not ask again."""
+    """Whether the client should give up (403)."""
 
 
 @dataclass(slots=True)
@@ -51,11 +48,11 @@ class ClientRecord:
     ended: int = 0
     failed: int = 0
     failures: int = 0
-    """Since its last result. The next three fields concern these."""
+    """Its latest failures in a row. The next three fields concern these."""
 
     succeeded_before: int = 0
     failed_before: int = 0
-    """Ended attempts of all clients before the first of these failures."""
+    """How many attempts all clients had ended before."""
 
     message: str = ""
     next_claim: float = -math.inf
@@ -73,7 +70,7 @@ class Clients:
     def __init__(
         self, clock: Callable[[], float], max_claims: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """`max_claims`: limits of clients with their own token, by name."""
+        """`max_claims`: limits by token name."""
         self._clock = clock
         self._max_claims = max_claims
         self._held: Counter[str] = Counter()
@@ -82,17 +79,15 @@ class Clients:
         """Least recently seen first."""
 
         self._quarantined: dict[str, ClientRecord] = {}
-        """They have not succeeded since."""
+        """Without a success since."""
 
         self._succeeded = self._failed = 0
         self.own_prefix = ""
-        """The trainer's own workers, which are never quarantined: their failures are the run's."""
+        """Our own workers are never quarantined: their failures are the run's."""
 
     def restore(self, episodes: Iterable[EpisodeRecord]) -> None:
         claimed = (episode.client_uuid for episode in episodes if episode.state == "claimed")
         self._held.update(name for client in claimed if (name := self.account(client)))
-
-    # Clients with tokens of their own
 
     def account(self, client: str) -> str:
         if not self._max_claims:
@@ -101,10 +96,7 @@ class Clients:
         return name if slash and name in self._max_claims else ""
 
     def owner(self, client_uuid: str, account: str) -> str:
-        """`account` is empty for the shared token.
-
-        Raises UnauthorizedError 403 for a name of another token.
-        """
+        """`account` is empty for the shared token. Raises UnauthorizedError 403 for another token's name."""
         if account:
             return f"{account}/{client_uuid}"
         if name := self.account(client_uuid):
@@ -116,7 +108,7 @@ class Clients:
         return client_uuid
 
     def check_pool(self, account: str, pool: str) -> None:
-        """Raise UnauthorizedError 403 for a pool of neither the trainer nor the account."""
+        """Raises UnauthorizedError 403 unless the pool is the trainer's or the account's."""
         if account and pool not in (TRAINER_POOL, account):
             raise UnauthorizedError(
                 403, f"client {account!r} may use the trainer's pool and its own, not {pool!r}"
@@ -127,7 +119,7 @@ class Clients:
         return max(0, self._max_claims[name] - self._held[name]) if name else math.inf
 
     def check_waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> None:
-        """Raise QuotaError if the client's token allows no more waiting requests."""
+        """Raises QuotaError."""
         name = self.account(client)
         held = self._held[name] if what == "an episode" else 0
         if name and held + self._waiting[name, what] >= self._max_claims[name]:
@@ -138,7 +130,7 @@ class Clients:
 
     @contextmanager
     def waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> Generator[None]:
-        """Raises QuotaError if the client waits too often."""
+        """Raises QuotaError."""
         self.check_waiting(client, what)
         key = self.account(client), what
         self._waiting[key] += 1
@@ -146,8 +138,6 @@ class Clients:
             yield
         finally:
             self._waiting[key] -= 1
-
-    # What clients do
 
     def seen(self, name: str) -> ClientRecord:
         now = self._clock()
@@ -182,7 +172,7 @@ class Clients:
                 self._quarantined.pop(name, None)
 
     def failed(self, client: str, message: str) -> list[str]:
-        """Return the names that this failure puts in quarantine."""
+        """Return the names newly in quarantine."""
         now, caught = self._clock(), list[str]()
         for name in self._names_of(client):
             record = self.seen(name)
@@ -211,11 +201,9 @@ class Clients:
         return record.failures >= MIN_FAILURES and (1 - rate) ** record.failures < CHANCE
 
     def stop(self, name: str) -> None:
-        """Stop a client until a restart. `NAME/` stops an account."""
+        """`NAME/` stops an account. A restart ends it."""
         record = self._quarantined[name] = self.seen(name)
         record.quarantined_until = math.inf
-
-    # What follows from it
 
     def pause(self, client: str) -> Pause | None:
         now = self._clock()
@@ -248,7 +236,6 @@ class Clients:
         return self._records.get(name)
 
     def per_minute(self, record: ClientRecord) -> float:
-        """Ended attempts per minute since the client was first seen."""
         age_s = max(MIN_AGE_S, self._clock() - record.first_seen)
         return (record.ended + record.failed) * 60 / age_s
 
@@ -265,8 +252,6 @@ class Clients:
 
 
 class RunEnd:
-    """Whether the run is finished, and which clients do not know it yet."""
-
     def __init__(self, clients: Clients, *, shutdown_s: float = SHUTDOWN_S) -> None:
         self._clients = clients
         self._shutdown_s = shutdown_s
@@ -283,7 +268,6 @@ class RunEnd:
             self._wake()
 
     def close(self) -> None:
-        """Wake everyone for the server's shutdown."""
         self._closing = True
         self._wake()
 
@@ -293,7 +277,6 @@ class RunEnd:
             self._wake()
 
     async def wait(self, client: str, wait_s: float) -> bool:
-        """Return whether the run is finished, after at most `wait_s` seconds."""
         self._clients.seen(client)
         try:
             async with asyncio.timeout(wait_s):
@@ -306,7 +289,7 @@ class RunEnd:
         return self.is_here
 
     async def known_to_all(self) -> None:
-        """Wait at most `shutdown_s` seconds until every client knows."""
+        """Waits at most `shutdown_s` seconds."""
         try:
             async with asyncio.timeout(self._shutdown_s):
                 while self.is_here and self._unaware:

@@ -1,9 +1,7 @@
 """Messages between the server and a gateway process, over a Unix socket pair.
 
-`RemoteClaims`, in the process, asks about claims; `ClaimService`, in the server, answers. A frame is its
-length (4 bytes, big-endian) and a msgpack list of one event-loop iteration's messages. Invariants: messages
-arrive once and in order, or the channel closes and the process ends. A process's running calls end with it,
-so its claims expire like any other.
+A frame is its length (4 bytes, big-endian) and a msgpack list of one event-loop iteration's messages.
+Messages arrive once and in order, or the channel closes and the process ends, with its running calls.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ from tinkerscript.trainer_link.messages import (
     Tagged,
 )
 from tinkerscript.trainer_link.remote_sampling import SampleService
-
-# From a gateway process
 
 
 class Ready(Tagged, frozen=True):
@@ -72,8 +68,6 @@ Ask = AskOpen | AskBegin | AskRecord | AskCalls
 
 FromGateway = Ready | Ask | CallOver | Sample | CancelSample
 
-# To a gateway process
-
 
 class Setup(Tagged, frozen=True):
     config: bytes
@@ -103,7 +97,7 @@ class ForgetClaim(Tagged, frozen=True):
 
 
 class StopServing(Tagged, frozen=True):
-    """Finish the running requests, and exit."""
+    """Asks the process to finish its running requests and exit."""
 
 
 ToGateway = Setup | Answer | AskRefused | ForgetClaim | StopServing | Sampled | SampleProgress | SampleFailed
@@ -115,7 +109,7 @@ class Channel(asyncio.Protocol):
     def __init__(
         self, kind: Any, handle: Callable[[Any], None], closed: Callable[[], None] = lambda: None
     ) -> None:
-        """`kind` is `FromGateway` or `ToGateway`. `closed` is called at the end."""
+        """`kind` is `FromGateway` or `ToGateway`."""
         self.connected = False
         self._decode = msgspec.msgpack.Decoder(list[kind]).decode
         self._handle = handle
@@ -147,7 +141,6 @@ class Channel(asyncio.Protocol):
         del self._buffer[:start]
 
     def send(self, message: Tagged) -> None:
-        """Send together with this event-loop iteration's other messages."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(message)
@@ -166,7 +159,7 @@ class Channel(asyncio.Protocol):
 
 class RemoteClaims(ClaimBook):
     def __init__(self, send: Callable[[Tagged], None]) -> None:
-        """`send` sends to the server, which answers to `answered`."""
+        """The server answers to `answered`."""
         self._send = send
         self._ids = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
@@ -216,7 +209,6 @@ class RemoteClaims(ClaimBook):
             del self._asked[ask.ask_id]
 
     def answered(self, answer: Answer | AskRefused) -> None:
-        """Deliver an answer, unless the caller is gone."""
         asked = self._asked.get(answer.ask_id)
         if asked is None or asked.done():
             return
@@ -236,7 +228,6 @@ class ClaimService:
         send: Callable[[Tagged], None],
         ready: Callable[[], None],
     ) -> None:
-        """`ready` is called when the process accepts connections."""
         self._number = number
         self._claims = claims
         self._samples = SampleService(sampler.sample, send)

@@ -1,7 +1,7 @@
 """A gateway process (`tinkerscript gateway`), which the server starts.
 
-It answers its claims' model calls on its own port, and holds their conversations. The server's ledger has
-everything that it knows, so it can die at any time.
+It answers its claims' model calls on its own port. The server's ledger has everything that it knows, so it
+can die at any time.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ from tinkerscript.trainer_link.remote_sampling import LinkSampler
 
 
 def run_gateway(number: int, *, channel: int, listener: int) -> None:
-    """Serve until stopped. Raises ConfigError.
-
-    `channel` and `listener` are file descriptors: the socket pair's end, and the socket for model calls.
-    """
+    """`channel` and `listener` are file descriptors. Raises ConfigError."""
     sockets = socket.socket(fileno=channel), socket.socket(fileno=listener)
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
         runner.run(GatewayProcess(number, os.environ).run(*sockets))
@@ -63,7 +60,7 @@ class GatewayProcess:
         self._claims = RemoteClaims(self._channel.send)
 
     async def run(self, channel: socket.socket, listener: socket.socket) -> None:
-        """Raises ConfigError for an unusable config or inference server."""
+        """Raises ConfigError."""
         loop = asyncio.get_running_loop()
         self._setup = loop.create_future()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)

@@ -1,7 +1,7 @@
 """`GatewayProcesses`: starts, restarts and stops the server's gateway processes.
 
-Invariants: the server's secret decides which process owns a claim. A process's port stays open during a
-restart, so calls wait. No process outlives the server.
+The server's secret decides which process owns a claim. A process's port stays open during a restart, so calls
+wait. No process outlives the server.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tinkerscript.server.gateway_channel import (
 )
 from tinkerscript.server.metrics import ServerMetrics
 
-# Doubles each time that the process ended without serving.
+# Doubles after each process that did not serve.
 RESTART_PAUSE_S = 0.1
 MAX_PAUSE_S = 10.0
 
@@ -80,7 +80,7 @@ class GatewayChild:
             self._channel.send(StopServing())
 
     async def run(self) -> None:
-        """Keep it running until `stop`. If cancelled, kill it."""
+        """Keeps it running until `stop`; kills it if cancelled."""
         pause_s = RESTART_PAUSE_S
         while not self._closing:
             try:
@@ -113,7 +113,6 @@ class GatewayChild:
             await asyncio.shield(serving)  # If cancelled, it would leave sockets open.
 
     async def _run_once(self) -> tuple[bool, str]:
-        """Return whether it served, and how it ended."""
         began, served = time.monotonic(), False
         ours, theirs = socket.socketpair()
 
@@ -151,7 +150,7 @@ class GatewayChild:
             ),
             stdin=PIPE,
             pass_fds=files,
-            start_new_session=True,  # Ctrl-C in the terminal is for the server.
+            start_new_session=True,  # Ctrl-C is for the server.
             env=self._environ,
         )
         logger.info("gateway.started number=%d pid=%d", self._number, process.pid)
@@ -159,8 +158,6 @@ class GatewayChild:
 
 
 class GatewayProcesses:
-    """`run` owns the processes."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -172,8 +169,7 @@ class GatewayProcesses:
         metrics: ServerMetrics,
         any_host: bool,
     ) -> None:
-        """`listeners`: one per process. `environ`: added to the server's environment. `any_host`: see
-        `asgi.problem_with_site`."""
+        """`environ` is added to the server's environment. `any_host`: see `asgi.problem_with_site`."""
         outside = {role.api_key_env for role in config.roles.values() if role.kind == "outside"}
         not_theirs = {*TOKEN_VARIABLES, *config.key_variables} - outside
         inherited = {name: value for name, value in (os.environ | environ).items() if name not in not_theirs}

@@ -51,7 +51,7 @@ from tinkerscript.server.episodes.record import (
 from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.trainer_link.messages import BatchProgress, Hello, NewEpisode, check_episode
 
-ROLLING: EngineStatus = "ENGINE.ROLLING"  # The only status in which episodes are handed out.
+ROLLING: EngineStatus = "ENGINE.ROLLING"
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 class EngineState:
     status: EngineStatus = "ENGINE.OFFLINE"
     without_trainer: EngineStatus = "ENGINE.OFFLINE"
-    """Status while no trainer is connected. ROLLING if an inference server samples."""
+    """ROLLING if an inference server samples."""
 
     policy_version: int = 0
     global_step: int = 0
@@ -76,8 +76,6 @@ class EngineState:
 
 
 class Interchange:
-    """`run` owns the lease timer."""
-
     def __init__(
         self,
         *,
@@ -138,13 +136,14 @@ class Interchange:
             await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
 
     async def empty(self, uuids: Sequence[str]) -> set[str]:
-        """Empty episodes, also ones that only the ledger has. Raises StoreError."""
+        """Also empties episodes that only the ledger has. Raises StoreError."""
         await self.recall(uuids)
         return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
         """Load episodes that steps after `step` planned or used (sequences in `used`), and the rest of
-        unfinished groups. Raises StoreError."""
+        unfinished groups. Raises StoreError.
+        """
         await self._recall("step > ?", step)
         begun = "SELECT group_id FROM {s}episodes WHERE consumed = 0 AND step > 0 AND episode_type = 'train'"
         await self._recall(f"group_id IN ({begun})")
@@ -160,7 +159,7 @@ class Interchange:
             self.book.recall(await _with_attempts(self._ledger, rows[start : start + PAGE]))
 
     async def run(self) -> None:
-        """Expire leases. Raises StoreError when a commit fails."""
+        """Raises StoreError when a commit fails."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._expire_leases())
             tasks.create_task(self._ledger.failed())
@@ -171,7 +170,7 @@ class Interchange:
 
     @property
     def idle_clients(self) -> int:
-        """Clients that wait and hold no claim. Busy workers also wait, for more."""
+        """Clients that hold no claim. Busy workers also wait, for more."""
         return sum(not self.book.claims_held(name) for name in self._polling)
 
     @contextmanager
@@ -189,10 +188,7 @@ class Interchange:
         self._long_polls.notify_all()
         self.run_end.close()
 
-    # Commit ordering
-
     def settle(self) -> None:
-        """Write the book's changes to the ledger, and notify whom they concern."""
         changes = self.book.take_changes()
         changed = [*changes.added.values(), *changes.saved.values()]
         write_changes(self._ledger, changes)
@@ -244,15 +240,13 @@ class Interchange:
         self.on_ended(numbers)
 
     async def commit(self) -> None:
-        """Return once all changes so far are committed. Raises StoreError."""
+        """Raises StoreError."""
         self.settle()
         await self._ledger.durable()
 
     def when_committed(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once all settled changes are committed, never before this call returns."""
+        """Run `callback` after all settled changes, and never before this call returns."""
         self._ledger.after_commit(callback)
-
-    # Claims
 
     async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
         """Claim episodes, or return the `fail_cause` after `request.wait_s`.
@@ -291,8 +285,7 @@ class Interchange:
                 wakeup, until = None, self._clock()
 
     def withdraw(self, request: ClaimEpisodeRequest, claims: list[Claim]) -> None:
-        """Take back claims after a disconnect. With a request id the client keeps them, and repeats its
-        request."""
+        """Take claims back after a disconnect, unless a request id lets the client ask again."""
         if request.claim_request_id:
             return
         failure = Failure(kind=CLIENT_GONE, message="the client hung up before the reply")
@@ -304,7 +297,7 @@ class Interchange:
         self.settle()
 
     def stop_client(self, client: str) -> None:
-        """Requeue the client's episodes and give it no more. `NAME/` stops an account."""
+        """Also requeues its episodes. `NAME/` stops an account."""
         self.clients.stop(client)
         for name in self.book.clients_named(client) if client.endswith("/") else (client,):
             self.book.release_client(name, "an operator has stopped the client", kind=CLIENT_STOPPED)
@@ -454,7 +447,7 @@ class Interchange:
         )
 
     def _check_pool(self, new: NewEpisode, number: int) -> None:
-        """Raise QuotaError if a client's pool has no room for `number` more episodes."""
+        """Raises QuotaError."""
         quota = self._totals.pool_episodes
         if number and self.book.counts.unfinished(new.pool) + number > quota:
             raise QuotaError(
@@ -473,10 +466,8 @@ class Interchange:
                 "their episodes are over"
             )
 
-    # The engine
-
     def sample_without_trainer(self, model: str) -> None:
-        """Hand out episodes without a trainer: an inference server samples."""
+        """Hand out episodes without a trainer, because an inference server samples."""
         self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)
@@ -486,14 +477,13 @@ class Interchange:
         return self.engine.client_samples
 
     def trainer_starts(self) -> None:
-        """Note that a trainer boots, until it reports or ends."""
         self.engine.booting = True
         self.engine.run_finished, self.engine.failure = False, ""
         self.run_end.set(False)
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
-        """Note that the trainer is silent, or ended with `failure`."""
+        """The trainer is silent, or ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
@@ -530,15 +520,11 @@ class Interchange:
             self._long_polls.notify_all()
 
     async def offline(self) -> None:
-        """Return when the engine is OFFLINE. For one task at a time."""
         while self.engine.status != "ENGINE.OFFLINE":
             self._status_changed.clear()
             await self._status_changed.wait()
 
-    # Leases
-
     async def _expire_leases(self) -> None:
-        """Wake up at each deadline, or earlier if a new one appears."""
         while True:
             self._earlier_deadline.clear()
             self._next_expiry = self.book.leases.next_deadline()
@@ -574,7 +560,7 @@ WHERE sequence > ? AND (consumed = 0 OR end_number > ?
 
 
 async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
-    """Read open episodes, and the last `kept` consumed ones without payload and result."""
+    """Consumed episodes are read without payload and result."""
     ((last_sequence, last_end),) = await ledger.read(
         "SELECT (SELECT coalesce(max(sequence), 0) FROM {s}episodes), "
         "(SELECT coalesce(max(end_number), 0) FROM {s}episodes)"
@@ -595,7 +581,7 @@ async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
 async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[EpisodeRecord]:
     among = f"({', '.join(str(row.sequence) for row in page)})"
     attempts: dict[int, list[AttemptRow]] = {}
-    # Attempt 0 is the last failure: it ended an episode that no client held.
+    # Attempt 0 is the last failure: it ended an unclaimed episode.
     last = "CASE WHEN attempt = 0 THEN 1 ELSE 0 END"
     in_order = f"WHERE episode IN {among} ORDER BY episode, {last}, attempt"
     for attempt in await ledger.rows(AttemptRow, in_order):

@@ -1,7 +1,7 @@
 """The server's metrics, in its own Prometheus registry, with the trainer's.
 
-Episodes are counted in the book at each scrape, so counts survive a restart; other counters begin at 0. The
-number of series never depends on what clients send.
+Episodes are counted at each scrape, so counts survive a restart; other counters begin at 0. The number of
+series never depends on clients.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The server as a process: one run folder, one HTTP socket, one link, graceful shutdown.
 
-Errors that a user can fix are found before the app is imported, which takes seconds.
-
-Invariant: one server at a time serves a run folder (a lock that dies with the process), and `server.json`
-is written once its addresses accept connections. With a shared ledger, servers of several folders take
-turns, and answer 503 meanwhile.
+Errors that a user can fix are found before the app is imported, which takes seconds. One server at a time
+serves a run folder, and `server.json` is written once its addresses accept connections. With a shared ledger,
+servers of several folders take turns, and answer 503 meanwhile.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ if TYPE_CHECKING:
     from tinkerscript.http_server import ConnectionLimits
     from tinkerscript.server.app import InterchangeServer
 
-LISTEN_RETRY_S = 0.5  # Before a server that lost a shared ledger tries to lead again.
+LISTEN_RETRY_S = 0.5
 
 STANDBY = "another server serves this run's episodes, or none does yet; try again"
 
@@ -86,14 +84,11 @@ async def running_server(
     connections: ConnectionLimits | None = None,
     gate: Gate | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """Serve `run_dir` while the context is open. Yields the addresses, and a task that fails if the server
-    does.
+    """Serve `run_dir` in this context. Yields the addresses, and a task that fails if the server does.
 
-    With a shared ledger, the context opens at this server's first turn. `totals` and `connections` replace
-    the usual limits. `gate` is the app, for callers without a connection.
-
-    Raises ConfigError (a port in use, a missing token, a folder already served, an unusable inference
-    server) and StoreError.
+    With a shared ledger, the context opens at this server's first turn. `gate` is the app, for callers
+    without a connection. Raises ConfigError (a port in use, a missing token, a folder already served, an
+    unusable inference server) and StoreError.
     """
     model_folder(config.engine.model)
     section = config.interchange_server
@@ -110,7 +105,7 @@ async def running_server(
             raise ConfigError(f"another interchange server already serves {run_dir}")
         previous = read_server_info(run_dir)
         with lock, bind_http(section, previous) as listener:
-            with without_garbage_collection():  # Import first, so that taking over is fast.
+            with without_garbage_collection():  # First, so that taking over is fast.
                 from tinkerscript.server.app import create_server
 
             create = partial(
@@ -171,13 +166,11 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
 class Gate:
     """The process's ASGI app: the server's while it may serve, otherwise 503.
 
-    A 503 reveals nothing about episodes. Clients try again, and `/ready` shows a load balancer where to
-    send them.
+    Clients then try again, and `/ready` shows a load balancer where to send them.
     """
 
     def __init__(self) -> None:
         self.server: InterchangeServer | None = None
-        """None while this process may not serve."""
 
         self._refusals = Refusals(REFUSAL_BODIES)
 
@@ -203,10 +196,7 @@ class Gate:
 
 
 class _Terms:
-    """Serves a ledger, term after term if it is shared.
-
-    Invariant: a term ends with the first error, and the next one reads everything from the ledger.
-    """
+    """A term ends with the first error, and the next one reads everything from the ledger."""
 
     def __init__(
         self,
@@ -222,7 +212,6 @@ class _Terms:
         from tinkerscript.http_server import http_server
 
         self.began: asyncio.Future[ServerInfo] = asyncio.get_running_loop().create_future()
-        """Resolves when the first term begins."""
 
         self._section = section
         self._run_dir = run_dir
@@ -236,7 +225,7 @@ class _Terms:
         self._served = False
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises ConfigError, and the error of an unshared ledger."""
+        """Raises ConfigError, and the error of an unshared ledger."""
         said = ""
         try:
             while True:
@@ -262,7 +251,7 @@ class _Terms:
                 await asyncio.gather(self._serving, return_exceptions=True)
 
     async def finish_requests(self) -> None:
-        """Finish running requests, which still need the background tasks."""
+        """Running requests still need the background tasks."""
         if self._gate.server is not None:
             await self._gate.server.until_end_is_known()
         self._gate.stop_waiting()
@@ -336,7 +325,7 @@ def _lost_ledger(error: BaseException) -> StoreError | None:
 
 
 async def _close(ledger: Ledger) -> None:
-    """A shared ledger's failure is only logged, because the next server continues."""
+    """A shared ledger's failure is only logged: the next server continues."""
     try:
         await ledger.close()
     except StoreError as error:

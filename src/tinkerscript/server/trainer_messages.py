@@ -1,7 +1,6 @@
-"""What the server does for the trainer: `TrainerMessageHandler` executes its messages, `OutcomeStream`
-sends it outcomes.
+"""`TrainerMessageHandler` executes the trainer's messages, `OutcomeStream` sends it outcomes.
 
-Invariant: a bad message is logged, counted or answered; it never stops the link.
+A bad message is logged, counted or answered; it never stops the link.
 """
 
 from __future__ import annotations
@@ -67,10 +66,10 @@ from tinkerscript.trainer_link.server_end import LinkEvent, ServerLink, TrainerE
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = 16  # Outcomes read from the ledger together.
+AT_ONCE = 16
 MAX_ON_THE_WAY = MAX_FRAME_BYTES  # Bytes of unconfirmed outcomes.
 LAST_COMMIT = "last_commit"
-OVERHEAD = 1024  # Upper bound of a message's bytes around each call, and the rest.
+OVERHEAD = 1024  # Bounds a message's bytes around each call, and the rest.
 
 
 class LastCommit(msgspec.Struct, frozen=True):
@@ -94,7 +93,7 @@ async def resume_run(
     replay_lag: int = 0,
     plan_lag: int = 0,
 ) -> History:
-    """Resume the newest of `checkpoints`, in book and ledger; see `find_beginning` and `Resume`.
+    """Resume the newest of `checkpoints`; see `find_beginning` and `Resume`.
 
     Raises ConfigError, and changes nothing, if the ledger cannot resume from them.
     """
@@ -153,7 +152,6 @@ class TrainerMessageHandler:
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Serve the link. Use once."""
         async with self._tasks as tasks:
             tasks.create_task(self._link.run(self.handle))
             tasks.create_task(self._outcomes.run())
@@ -242,7 +240,7 @@ class TrainerMessageHandler:
         self._interchange.when_committed(lambda: self._link.send(done))
 
     def _commit(self, message: Commit) -> None:
-        """Write each commit once and in order, although trainers repeat unconfirmed ones."""
+        """Trainers repeat unconfirmed commits; each is written once, in order."""
         trainer, last = self._link.trainer_id, self._last_commit
         done = last.number if last.trainer == trainer else 0
         if message.number > done + 1:
@@ -274,7 +272,7 @@ class TrainerMessageHandler:
         self._link.send(await self._answered(request, work))
 
     async def _answered(self, request: Request, work: Awaitable[Answer]) -> Answer:
-        """Await `work`, or return why it failed: trainers repeat unanswered requests forever."""
+        """Trainers repeat unanswered requests forever, so failures are answered."""
         name, is_config = type(request).__name__, False
         try:
             return await work
@@ -289,7 +287,7 @@ class TrainerMessageHandler:
         return RequestFailed(request_id=request.request_id, reason=reason, is_config=is_config)
 
     def _resume(self, request: Resume) -> None:
-        """Resume once, however often the trainer asks."""
+        """The trainer may ask repeatedly."""
         key = self._link.trainer_id, request.request_id
         if key != self._resuming:
             self._resuming, self._resumed = key, None
@@ -334,10 +332,9 @@ class TrainerMessageHandler:
 
 
 class OutcomeStream:
-    """Sends the committed, unused outcomes in order of their end numbers, with their calls.
+    """Sends the committed, unused outcomes in order of their end numbers, until the trainer has them.
 
-    Invariants: an outcome is sent again until the trainer has it. One too large for a message fails its
-    episode, so that it does not block the others.
+    An outcome too large for a message fails its episode, so that it does not block the others.
     """
 
     def __init__(self, interchange: Interchange, ledger: Ledger, link: ServerLink) -> None:
@@ -349,7 +346,7 @@ class OutcomeStream:
         self._waiting: deque[int] = deque()
         self._position = self._sent = 0
         self._under_way: deque[tuple[int, int]] = deque()
-        """End number and size of outcomes sent after the position."""
+        """End number and size of unconfirmed outcomes."""
 
         self._arrived_before = -1
         """The trainer's last end number at the previous `repeat`."""
@@ -361,7 +358,7 @@ class OutcomeStream:
         interchange.on_ended = self._ended
 
     def follow(self, position: int) -> None:
-        """Send outcomes after `position`. Below 0: none yet."""
+        """Send outcomes after `position`; below 0, send nothing yet."""
         self._readings += 1
         self._follows = position >= 0
         self._position = self._sent = position
@@ -377,7 +374,6 @@ class OutcomeStream:
         self._changed.set()
 
     def repeat(self) -> None:
-        """Send again what the trainer should have by now."""
         arrived = max(self._position, self._link.position)
         if self._under_way and arrived < self._sent and arrived == self._arrived_before:
             self.follow(arrived)
@@ -403,7 +399,7 @@ class OutcomeStream:
         return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord], reading: int) -> None:
-        """One outcome that cannot be read or encoded fails alone.
+        """An outcome that cannot be read or encoded fails alone.
 
         Sending stops after a `follow`, which has queued these outcomes again.
         """
@@ -432,7 +428,7 @@ class OutcomeStream:
                 await self._give_up(episode, f"the result and its calls have {size} bytes; {limit}", reading)
 
     async def outcomes(self, episodes: Sequence[EpisodeRecord]) -> list[Outcome]:
-        """Their calls are read together, which is faster."""
+        """Reading their calls together is faster."""
         claims = [(each.sequence, each.attempt) for each in episodes if each.state == "ended"]
         calls = dict(zip(claims, await self._ledger.calls(claims), strict=True))
         return [await self._outcome(each, calls.get((each.sequence, each.attempt), [])) for each in episodes]
@@ -473,7 +469,6 @@ def _size_of(outcome: Outcome) -> int:
 
 
 def outcome_of(episode: EpisodeRecord, calls: Sequence[Call] = (), *, result: bytes = b"") -> Outcome:
-    """`calls`: of the claim that counts."""
     failures: list[dict[str, object]] = [failure.model_dump() for failure in episode.failures]
     if episode.state == "failed":
         return EpisodeFailed(

@@ -1,1 +1,1 @@
-"""The link between trainer and server: messages, framing, both ends, keys, and sampling over the link."""
+"""The link between trainer and server."""

@@ -22,19 +22,17 @@ from tinkerscript.trainer_link.messages import Tagged, ToServer, ToTrainer
 logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 256 * 2**20  # A larger frame disconnects the peer.
-MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20  # Room for the list around the messages.
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20  # Leaves room for the list around the messages.
 FULL_FRAME_BYTES = 4 * 2**20
-MAX_QUEUED = 100_000  # Beyond it the oldest are dropped.
+MAX_QUEUED = 100_000  # The oldest are dropped beyond it.
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTimes:
-    """Intervals in seconds."""
-
     heartbeat_s: float = 1.0  # Between `Hello`s.
-    silence_s: float = 5.0  # A trainer is disconnected after this.
-    grace_s: float = 10.0  # A model call waits this long for a trainer.
-    resend_s: float = 5.0  # Unconfirmed messages repeat after this.
+    silence_s: float = 5.0  # After which a trainer is disconnected.
+    grace_s: float = 10.0  # How long a model call waits for a trainer.
+    resend_s: float = 5.0  # After which unconfirmed messages repeat.
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -53,7 +51,7 @@ def _log_drop(reason: str, detail: str, _: Tagged | None = None) -> None:
 def frames(
     messages: Iterable[Tagged], drop: Callable[[str, str, Tagged], None] = _log_drop
 ) -> Iterator[bytes]:
-    """Pack messages into frames, in order, and call `drop` for those that cannot be sent."""
+    """Pack messages into frames, in order; `drop` gets unsendable ones."""
     parts, size = list[msgspec.Raw](), 0
     for message in messages:
         try:
@@ -61,7 +59,7 @@ def frames(
         except (TypeError, ValueError, OverflowError) as error:
             drop("unencodable", f"{type(message).__name__}: {error}", message)
             continue
-        # It would end the connection, at every repetition.
+        # It would end the connection at every repetition.
         if len(encoded) > MAX_MESSAGE_BYTES:
             size_and_limit = f"{len(encoded)} bytes; a message carries {MAX_MESSAGE_BYTES}"
             drop("too_large", f"{type(message).__name__} of {size_and_limit}", message)
@@ -79,12 +77,12 @@ def frames(
 
 
 def read_to_server(frame: bytes) -> list[ToServer]:
-    """Raises LinkError if no message is readable."""
+    """Raises LinkError if nothing is readable."""
     return _read(frame, _decode_to_server)
 
 
 def read_to_trainer(frame: bytes) -> list[ToTrainer]:
-    """Raises LinkError if no message is readable."""
+    """Raises LinkError if nothing is readable."""
     return _read(frame, _decode_to_trainer)
 
 

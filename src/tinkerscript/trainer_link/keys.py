@@ -1,10 +1,7 @@
 """Keys of a link that leaves this machine (CURVE), and the check of connections.
 
-The run folder has a key pair for each end, as ZeroMQ certificates. Only the owner can read the secret keys.
-The pairs are created once and atomically, even if two processes start together.
-
-Only a connection that proves the trainer's key carries messages. CURVE proves the key, `LinkGuard` compares
-it (ZAP, RFC 27), and a socket monitor reports failed handshakes.
+The run folder has a key pair for each end, as ZeroMQ certificates, created once and atomically. CURVE proves
+a key, `LinkGuard` admits only the trainer's (ZAP, RFC 27), and a socket monitor reports failed handshakes.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ _REMEDY = f"copy the folder {KEYS_DIR!r} of the server's run folder, or delete i
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The server's keys, each 40 characters of Z85."""
+    """Each key is 40 characters of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -51,7 +48,7 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class TrainerKeys:
-    """The trainer's keys, each 40 characters of Z85."""
+    """Each key is 40 characters of Z85."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -59,7 +56,7 @@ class TrainerKeys:
 
 
 def make_link_keys(folder: Path) -> None:
-    """Create both pairs unless `folder` exists. Raises ConfigError."""
+    """Do nothing if `folder` exists. Raises ConfigError."""
     if folder.exists():
         return
     try:
@@ -86,20 +83,19 @@ def pack_link_keys(folder: Path) -> bytes:
 
 
 def unpack_link_keys(folder: Path, packed: bytes) -> None:
-    """Replace the pairs from `make_link_keys`."""
     for name, text in msgspec.json.decode(packed, type=dict[str, str]).items():
         if name in _FILES:
             (folder / name).write_text(text)  # Keeps the file's mode.
 
 
 def load_server_keys(folder: Path) -> ServerKeys:
-    """Raises ConfigError with the file and the remedy."""
+    """Raises ConfigError."""
     public, secret = _pair(folder, SERVER_KEYS)
     return ServerKeys(public, secret, _public(folder, TRAINER_KEYS))
 
 
 def load_trainer_keys(folder: Path) -> TrainerKeys:
-    """Raises ConfigError with the file and the remedy."""
+    """Raises ConfigError."""
     public, secret = _pair(folder, TRAINER_KEYS)
     return TrainerKeys(public, secret, _public(folder, SERVER_KEYS))
 
@@ -132,7 +128,6 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _DOMAIN = b"tinkerscript"
 _LOG_EVERY_S = 60.0
 
-# Why a connection was refused.
 _FAILED = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "wrong_key",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake",
@@ -146,8 +141,6 @@ _DETAILS = {
 
 
 class FailedHandshakes:
-    """Counts and logs refused connections at either end."""
-
     def __init__(self, socket: zmq.asyncio.Socket, address: str, count: Callable[[str], None]) -> None:
         events = 0
         for event in _FAILED:
@@ -173,7 +166,7 @@ class FailedHandshakes:
             self._monitor.close(linger=0)
 
     def _log(self, reason: str) -> None:
-        # A refused peer keeps retrying.
+        # At most once a minute, because a refused peer keeps retrying.
         now = asyncio.get_running_loop().time()
         self._unlogged[reason] = self._unlogged.get(reason, 0) + 1
         if now - self._logged_at.get(reason, -_LOG_EVERY_S) >= _LOG_EVERY_S:
@@ -186,11 +179,11 @@ class FailedHandshakes:
 
 
 class LinkGuard:
-    """Admits only the trainer's key, by answering libzmq's ZAP requests."""
+    """Answers libzmq's ZAP requests, admitting only the trainer's key."""
 
     def __init__(self, context: zmq.asyncio.Context, keys: ServerKeys) -> None:
         self._allowed = zmq.utils.z85.decode(keys.trainer_public)
-        # Bound before the link: without a ZAP handler libzmq accepts every key.
+        # Bound before the link, because without a handler libzmq accepts every key.
         self._socket: zmq.asyncio.Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ZAP_ADDRESS)
@@ -216,7 +209,7 @@ class LinkGuard:
 
 
 def secure_server(socket: zmq.asyncio.Socket, keys: ServerKeys) -> None:
-    """Refuse connections without CURVE. The context needs a `LinkGuard`."""
+    """Needs a `LinkGuard` in the context."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)

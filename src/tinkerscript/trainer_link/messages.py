@@ -1,8 +1,8 @@
 """Messages of the ZeroMQ link between trainer and server: msgspec structs in msgpack.
 
-Delivery is at least once, so any message may arrive twice. Registrations repeat until `Registered` and are
-idempotent by episode uuid. Rows repeat until `Committed`, in order of their numbers. Outcomes arrive in order
-of their end numbers, and the trainer reports the last one it has.
+Delivery is at least once. Registrations repeat until `Registered` and are idempotent by episode uuid. Rows
+repeat until `Committed`, in order. Outcomes arrive in order of their end numbers, and the trainer reports the
+last one it has.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINK_VERSION = 17
 
 
 class Tagged(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A message. Its class name is the tag on the wire."""
+    """The class name is the tag on the wire."""
 
 
 # Trainer -> server
@@ -41,7 +41,7 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Tagged, frozen=True):
-    """A trainer's first message, repeated as its heartbeat."""
+    """Also the heartbeat."""
 
     link_version: int
     trainer_id: str
@@ -50,18 +50,18 @@ class Hello(Tagged, frozen=True):
     engine_status: EngineStatus
     model: str
     usable_versions: list[int] | None = None
-    """Versions that the lag rule admits to this batch; None without such a rule."""
+    """Versions that the lag rule admits to this batch; None without a rule."""
 
     client_samples: bool = True
     batch: BatchProgress | None = None
     run_finished: bool = False
     failure: str = ""  # Why the trainer leaves.
     position: int = -1
-    """End number of the trainer's last outcome; -1 if it takes none yet."""
+    """End number of the trainer's last outcome; -1 before the first."""
 
     number: int = 0  # Increases; `Welcome` repeats it.
     started_ns: int = 0
-    """In Unix nanoseconds. The latest trainer owns the server; an older one's late frame changes nothing."""
+    """In Unix nanoseconds. The latest trainer owns the server."""
 
 
 class NewEpisode(Tagged, frozen=True):
@@ -74,9 +74,9 @@ class NewEpisode(Tagged, frozen=True):
     step: int = 0
     """The step that plans or precedes it; 0 for a client's sample."""
 
-    label: str = ""  # The evaluation's; empty for training.
+    label: str = ""  # The evaluation's name, or empty for training.
     position: int = -1  # In the training order, or -1.
-    copies: int = 1  # They are registered together.
+    copies: int = 1  # Registered together.
 
     @property
     def uuids(self) -> list[str]:
@@ -88,45 +88,43 @@ class Register(Tagged, frozen=True):
 
 
 class Received(Tagged, frozen=True):
-    """Confirms outcomes, so the server may send more."""
-
     position: int
 
 
 class Commit(Tagged, frozen=True):
-    """Writes rows in one transaction. Answered by `Committed`."""
+    """Writes rows in one transaction."""
 
     number: int  # From 1. Each trainer's commits run once, in order.
     rows: list[TrainerRow]
 
 
 class Resume(Tagged, frozen=True):
-    """Asks where to continue. Answered by `Resumed`."""
+    """Asks where to continue."""
 
     request_id: int
     checkpoints: list[int]
     replay_lag: int = 0
-    """For how many earlier steps the trainer needs the trained episodes."""
+    """Earlier steps with trained episodes that the trainer needs."""
 
     plan_lag: int = 0
-    """How many earlier steps may have planned the next one's episodes."""
+    """Earlier steps that may have planned the next one's episodes."""
 
 
 class Fetch(Tagged, frozen=True):
-    """Asks for an episode's result. Answered by `Fetched`."""
+    """Asks for an episode's result."""
 
     request_id: int
     episode: int
 
 
 class TallyRequest(Tagged, frozen=True):
-    """Asks how episodes ended. Answered by `Tallied`, after everything sent before."""
+    """Asks how episodes ended, counting everything sent before."""
 
     request_id: int
 
 
 class Cancel(Tagged, frozen=True):
-    """Unfinished episodes fail with kind `cancelled`."""
+    """Fails unfinished episodes with kind `cancelled`."""
 
     episode_uuids: list[str]
     reason: str
@@ -143,7 +141,7 @@ class Sampled(Tagged, frozen=True):
 
 
 class SampleProgress(Tagged, frozen=True):
-    """Tokens sampled since the last report. Sent once; nothing depends on it."""
+    """Tokens sampled since the last report. Sent once."""
 
     request_id: int
     reports: list[Progress]
@@ -158,7 +156,7 @@ class SampleFailed(Tagged, frozen=True):
 
 
 class Metrics(Tagged, frozen=True):
-    """The trainer's metrics, in Prometheus' text format."""
+    """In Prometheus' text format."""
 
     text: bytes
 
@@ -170,21 +168,18 @@ class Welcome(Tagged, frozen=True):
     link_version: int
     server_id: str
     number: int
-    """The `Hello` that this answers; everything sent before it is committed. 0 on a new connection, which
-    confirms nothing."""
+    """The `Hello` that this answers; everything sent before it is committed. 0 on a new connection."""
 
     quarantined: dict[str, str] = {}
     """Client -> why it gets no episodes: all its attempts fail."""
 
 
 class Refused(Tagged, frozen=True):
-    """Says that another trainer took over, or that the link versions differ."""
-
     reason: str
 
 
 class Stop(Tagged, frozen=True):
-    """Asks the trainer to stop. The run can be resumed."""
+    """The run can be resumed."""
 
     reason: str
 
@@ -209,7 +204,7 @@ class Committed(Tagged, frozen=True):
 
 
 class Resumed(Tagged, frozen=True):
-    """Answers `Resume`. Waiting outcomes follow."""
+    """Waiting outcomes follow."""
 
     request_id: int
     history: History
@@ -229,7 +224,7 @@ class Tallied(Tagged, frozen=True):
 class _Ended(Tagged, frozen=True, kw_only=True, omit_defaults=True):
     number: int = 0
     after: int = 0
-    """End number of the outcome sent before. A trainer that lacks it waits for both."""
+    """End number of the previous outcome. A trainer without it waits for both."""
 
     sequence: int = 0
     episode_uuid: str
@@ -260,7 +255,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def earned(self) -> tuple[float, ...]:
-        """Return what each policy call earned, up to the last with a share."""
+        """Each policy call's reward, up to the last with a share."""
         own = [self.call_rewards.get(call.call_id, 0.0) for call in self.calls] if self.call_rewards else []
         while own and not own[-1]:
             own.pop()
@@ -268,16 +263,15 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def policy_versions(self) -> set[int]:
-        """Return the versions of all trained weights that sampled a part, other roles' too."""
+        """Versions of all roles' trained weights that sampled a part."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
     def judged(self, reward: float) -> EpisodeAccepted:
-        """Replace the program's reward by the judge's."""
         others = {role: own for role, own in self.role_rewards.items() if role != POLICY}
         return msgspec.structs.replace(self, reward=reward, role_rewards=others, call_rewards={})
 
     def failed(self, kind: str, message: str) -> EpisodeFailed:
-        """Return the failure that training sees. The ledger keeps the result."""
+        """Training sees the failure; the ledger keeps the result."""
         failure: dict[str, object] = {
             "kind": kind,
             "message": message,
@@ -289,17 +283,14 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
         return EpisodeFailed(failures=[*self.retries, failure], **shared)
 
     def reward_of(self, role: str) -> float:
-        """Return a trained role's reward. An empty `role` is the policy.
-
-        Without an entry in `role_rewards`, the role's score counts, then the episode's reward.
-        """
+        """Return a role's own reward, else its score, else the episode's reward."""
         if not role:
             return self.role_rewards.get(POLICY, self.reward)
         return self.role_rewards.get(role, self.log_metrics.get(f"score/{role}", self.reward))
 
 
 class EpisodeFailed(_Ended, frozen=True, kw_only=True, omit_defaults=True):
-    """An episode that used all its attempts or was cancelled."""
+    """Used all its attempts or was cancelled."""
 
     failures: list[dict[str, object]]
 
@@ -312,7 +303,7 @@ Outcome = EpisodeAccepted | EpisodeFailed
 
 
 class Fetched(Tagged, frozen=True):
-    """Answers `Fetch`, with None if the episode has no result."""
+    """None if the episode has no result."""
 
     request_id: int
     outcome: EpisodeAccepted | None
@@ -343,7 +334,7 @@ FromTrainer = (
 )
 ToServer = Hello | FromTrainer
 
-Request = Resume | Fetch | TallyRequest  # The answer repeats their `request_id`.
+Request = Resume | Fetch | TallyRequest
 
 Answer = Resumed | Fetched | Tallied | RequestFailed
 
@@ -378,8 +369,7 @@ def scores_of(outcome: EpisodeAccepted) -> dict[str, float]:
 
 
 def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
-    """Fail a result with a reward out of bounds, unmergeable calls, or in training without one of `scores`.
-    The ledger keeps the result."""
+    """Fail a result with a reward out of bounds, unmergeable calls, or in training a missing score."""
     if isinstance(outcome, EpisodeFailed):
         return outcome
     kind = QUARANTINED
@@ -410,7 +400,6 @@ def check_episode(episode: NewEpisode) -> None:
         payload = msgspec.json.decode(episode.payload, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"the payload of an episode must be a JSON object: {error}") from error
-    # Counting brackets is cheap and bounds most payloads' depth.
     brackets, depth = episode.payload.count(b"{") + episode.payload.count(b"["), PAYLOAD_DEPTH.limit
     if brackets > depth and depth_is_beyond(payload, depth):
         raise ValueError(f"the payload of an episode is nested more than {depth} deep; flatten it")

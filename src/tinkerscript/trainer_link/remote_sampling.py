@@ -1,7 +1,7 @@
 """Model calls over the link: `LinkSampler` at the server, `SampleService` at the trainer.
 
-Whichever process restarts, a call is answered once, or refused with a status that says whether to retry,
-within its time limit. The trainer never runs a request twice at once.
+Whichever process restarts, a call is answered once, or refused within its time limit with a status that says
+whether to retry. The trainer never runs a request twice at once.
 """
 
 from __future__ import annotations
@@ -52,13 +52,11 @@ class _Pending:
 
 
 class LinkSampler(Sampler):
-    """Samples at the trainer. A new trainer gets the open requests again."""
-
     def __init__(self, link: SampleLink, *, timeout_s: float, times: LinkTimes | None = None) -> None:
         self._link = link
         self._timeout_s = timeout_s
         self._times = times or LinkTimes()
-        # Random, so that late answers match no request of a restarted server.
+        # Random, so late answers match no request of a restarted server.
         self._ids = itertools.count(secrets.randbits(31) << 32)
         self._pending: dict[int, _Pending] = {}
         self._closed = False
@@ -101,32 +99,30 @@ class LinkSampler(Sampler):
         self._link.send(pending.message)
 
     def trainer_connected(self) -> None:
-        """Send all open requests: the trainer may be new or have missed some."""
+        """It may be new or have missed some requests."""
         for pending in self._pending.values():
             self._send(pending)
 
     def resend(self) -> None:
-        """Repeat old requests. The trainer ignores those it is running."""
+        """The trainer ignores requests that it is running."""
         due = asyncio.get_running_loop().time() - self._times.resend_s
         for pending in self._pending.values():
             if 0 < pending.sent_at <= due:
                 self._send(pending)
 
     def engine_unavailable(self) -> None:
-        """Refuse open requests: no trainer came within the grace period."""
+        """No trainer came within the grace period."""
         for pending in self._pending.values():
             if pending.sent_at and not pending.answer.done():
                 pending.answer.set_exception(_unavailable(self._times.grace_s))
 
     def close(self) -> None:
-        """Refuse open and future requests: the server is shutting down."""
         self._closed = True
         for pending in self._pending.values():
             if not pending.answer.done():
                 pending.answer.set_exception(_shutting_down())
 
     def message(self, message: Sampled | SampleProgress | SampleFailed) -> None:
-        """Drop it if its caller is gone."""
         pending = self._pending.get(message.request_id)
         if pending is None or pending.answer.done():
             return

@@ -1,8 +1,7 @@
 """The server's end of the link: a ROUTER socket that serves one trainer at a time.
 
-The trainer that started last owns the server: its `Hello` takes over, and others are `Refused`. Frames to a
-trainer start with the server's epoch. Undeliverable frames are counted and dropped, because important
-messages repeat (see `messages`).
+The trainer that started last owns the server; others are `Refused`. Frames to a trainer start with the
+server's epoch. Undeliverable frames are dropped, because important messages repeat (see `messages`).
 """
 
 from __future__ import annotations
@@ -39,21 +38,18 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerEvent(Enum):
-    CONNECTED = auto()  # For the first time or again.
+    CONNECTED = auto()
     SILENT = auto()  # For `LinkTimes.silence_s`.
-    LOST = auto()  # For longer than `LinkTimes.grace_s`.
+    LOST = auto()  # For `LinkTimes.grace_s`.
 
 
 LinkEvent = TrainerEvent | ToServer
 
 LinkHandler = Callable[[LinkEvent], None]
-"""Must not block. Answers each `Hello` with `ServerLink.welcome` once everything received before is
-committed."""
+"""Must not block. Answers each `Hello` with `ServerLink.welcome` once everything before is committed."""
 
 
 class ServerLink:
-    """The server's socket. `run` owns the tasks that receive, send and watch the heartbeat."""
-
     def __init__(
         self,
         *,
@@ -62,8 +58,7 @@ class ServerLink:
         times: LinkTimes | None = None,
         count_drop: Callable[[str], None],
     ) -> None:
-        """Trainers drop frames with a lower `epoch` than they have seen. `count_drop(reason)` is called per
-        dropped frame or message."""
+        """Trainers drop frames with a lower `epoch` than they have seen."""
         self.server_id = server_id
         self.epoch = epoch
         self.connected = False
@@ -76,7 +71,6 @@ class ServerLink:
         self._outbox = Outbox()
         self.trainer_id = ""  # Empty before the first trainer.
         self.position = -1
-        """End number of the trainer's last outcome; -1 if it takes none yet."""
 
         self._started_ns = 0
         self._refused: set[str] = set()
@@ -87,7 +81,7 @@ class ServerLink:
         """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port) and return the address.
 
         With `keys`, connections must prove the trainer's key (CURVE). Raises ConfigError for an unusable
-        address, after which you may call `bind` again.
+        address; `bind` may be called again.
         """
         set_options(self._socket, address)
         if keys is not None:
@@ -107,12 +101,11 @@ class ServerLink:
         return os.fsdecode(endpoint.rstrip(b"\0"))
 
     def send(self, message: Tagged) -> None:
-        """Queue a message, or drop it if no trainer is connected."""
+        """Drops the message if no trainer is connected."""
         if self.connected:
             self._outbox.put(message)
 
     def welcome(self, number: int, quarantined: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Confirm everything received before this `Hello`."""
         self.send(
             Welcome(
                 link_version=LINK_VERSION,
@@ -136,7 +129,6 @@ class ServerLink:
             self.close()
 
     def close(self) -> None:
-        """Close the socket and drop queued messages. Idempotent."""
         if self._handshakes is not None:
             self._handshakes.close()
         self._socket.close(linger=0)
@@ -185,7 +177,7 @@ class ServerLink:
             self.connected = True
             logger.info("link.connected trainer_id=%s model=%s", hello.trainer_id, hello.model)
             self._became_connected.set()
-            # First, because a trainer drops a former server's requests when it meets a new one.
+            # A trainer drops a former server's requests when it meets a new one, so this comes first.
             self.welcome(number=0)
             handle(TrainerEvent.CONNECTED)
 
@@ -217,7 +209,7 @@ class ServerLink:
             await self._send_to(self.trainer_id.encode(), messages)
 
     async def _send_to(self, identity: bytes, messages: list[Tagged]) -> None:
-        # Never waits, or a trainer that does not read could block its successor.
+        # Never wait, or a trainer that does not read could block its successor.
         for frame in frames(messages, self._drop):
             try:
                 await self._socket.send_multipart([identity, b"%d" % self.epoch, frame], flags=zmq.NOBLOCK)

@@ -1,8 +1,7 @@
 """`TrainerLink`: the trainer's end of the link.
 
-Nothing important depends on a single message: the trainer repeats registrations, commits, cancellations and
-requests until they are confirmed, and the server repeats outcomes. A link survives a server's restart and
-replacement: frames with a lower epoch than a known one are dropped.
+It repeats registrations, commits, cancellations and requests until confirmed; the server repeats outcomes. A
+link survives a server's replacement: frames with a lower epoch than a known one are dropped.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ from tinkerscript.trainer_link.remote_sampling import SampleService
 logger = logging.getLogger(__name__)
 
 
-# Episodes per `Register`, unless a single group is larger.
+# A single group may be larger.
 REGISTER_CHUNK = 500
 
 FETCHED_AT_ONCE = 16  # Each episode is a message.
@@ -99,7 +98,7 @@ class TrainerLink:
             outcomes = await link.outcomes()
             await link.commit([StepRow(...), *(TrainedRow(episode=each.sequence, ...) for each in outcomes)])
 
-    `trainer_id` is unique to the trainer process. The trainer that started last takes over the server.
+    `trainer_id` is unique to the trainer process.
     """
 
     def __init__(
@@ -116,10 +115,9 @@ class TrainerLink:
         keys: TrainerKeys | None = None,
         note: Callable[[str], None] | None = None,
     ) -> None:
-        """`keys` are required if `server.json` names `link_keys`. `note` receives messages for the user."""
+        """`keys` are required if `server.json` names `link_keys`. `note` shows a message to the user."""
         self.stop_requested = asyncio.Event()
         self.refused_handshakes = 0
-        """Connections that the server refused, or that lacked the expected key."""
 
         self._address = address
         self._keys = keys
@@ -187,12 +185,11 @@ class TrainerLink:
 
     @property
     def own_clients(self) -> str:
-        """Return the prefix of our workers' `client_uuid`."""
         return own_clients(self._hello.trainer_id)
 
     @property
     def server_id(self) -> str:
-        """Return the server that answered last, or "" before the first answer."""
+        """Empty before the first answer."""
         return self._server_id
 
     async def register(self, episodes: Sequence[NewEpisode]) -> None:
@@ -218,7 +215,7 @@ class TrainerLink:
     async def resume(self, checkpoints: Sequence[int], *, replay_lag: int = 0, plan_lag: int = 0) -> History:
         """Start, or continue from the newest step in `checkpoints` (see `ledger.history.find_beginning`).
 
-        Outcomes arrive from now on. Raises LinkError, and ConfigError if the ledger cannot continue there.
+        Outcomes arrive from now on. Raises LinkError, or ConfigError if the ledger cannot continue there.
         """
         request = Resume(
             request_id=next(self._request_ids),
@@ -244,7 +241,7 @@ class TrainerLink:
         return answer.outcome
 
     async def tally(self) -> Tally:
-        """Count how the run's committed episodes ended. Raises LinkError."""
+        """Raises LinkError."""
         answer = await self._ask(TallyRequest(request_id=next(self._request_ids)))
         assert isinstance(answer, Tallied)
         return answer.tally
@@ -263,10 +260,7 @@ class TrainerLink:
         return answer
 
     async def outcomes(self) -> list[Outcome]:
-        """Wait for at least one result or failure, in the order of the episodes' ends. Each comes once.
-
-        Raises LinkError.
-        """
+        """Wait for outcomes, in the order of the episodes' ends, each once. Raises LinkError."""
         while not self._inbox:
             self._check()
             self._news.clear()
@@ -277,14 +271,13 @@ class TrainerLink:
         return taken
 
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows like `commit`, without waiting."""
         if rows:
             commit = Commit(number=next(self._commit_numbers), rows=list(rows))
             self._commits[commit.number] = commit
             self._outbox.put(commit)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows in one transaction, and wait for it and all earlier ones. Raises LinkError."""
+        """Write rows in one transaction, and wait for all commits so far. Raises LinkError."""
         self.note(rows)
         wanted = max(self._commits, default=0)
         while self._committed < wanted:
@@ -293,13 +286,12 @@ class TrainerLink:
             await self._news.wait()
 
     def cancel(self, uuids: Iterable[str], reason: str) -> None:
-        """Cancel episodes. Each still gets an outcome: a failure, or the result that came first."""
+        """Each episode still gets an outcome: a failure, or the result that came first."""
         uuids = list(uuids)
         self._cancelling.update(dict.fromkeys(uuids, reason))
         self._outbox.put(Cancel(episode_uuids=uuids, reason=reason))
 
     def release_client(self, client_uuid: str, reason: str) -> None:
-        """Release a dead client's claims before their leases expire."""
         self._outbox.put(ReleaseClient(client_uuid=client_uuid, reason=reason))
 
     def set_status(
@@ -313,7 +305,7 @@ class TrainerLink:
         run_finished: bool | None = None,
         failure: str | None = None,
     ) -> None:
-        """Tell the server the engine's state. None leaves a value unchanged."""
+        """None leaves a value unchanged."""
         new = {
             "policy_version": policy_version,
             "global_step": global_step,
@@ -331,13 +323,13 @@ class TrainerLink:
         self._outbox.put_latest(Metrics(text=text))
 
     def set_batch(self, batch: BatchProgress | None, *, at_once: bool) -> None:
-        """Send now, or with the next heartbeat."""
+        """Without `at_once`, the next heartbeat carries it."""
         self._hello = msgspec.structs.replace(self._hello, batch=batch)
         if at_once:
             self._say_hello()
 
     async def flush(self) -> None:
-        """Wait until the server has committed everything sent before. Raises LinkError."""
+        """Wait until the server has committed everything sent so far. Raises LinkError."""
         self._say_hello()
         number = self._hello.number
         while self._welcomed < number:
@@ -406,7 +398,6 @@ class TrainerLink:
 
     def _send_registrations(self, episodes: Iterable[NewEpisode]) -> None:
         chunk, size = list[NewEpisode](), 0
-        # So the server never has part of a group.
         for _, members in itertools.groupby(episodes, key=attrgetter("group_id")):
             group = list(members)
             more = sum(len(each.payload) for each in group)
@@ -419,7 +410,7 @@ class TrainerLink:
             self._outbox.put(Register(episodes=chunk))
 
     def _on_unsendable(self, reason: str, detail: str, message: Tagged) -> None:
-        # Some call waits for an effect of this message, which will never come.
+        # A call waits for this message's effect, which will never come.
         logger.error("link.drop reason=%s detail=%s", reason, detail)
         if isinstance(message, Sampled | SampleProgress | Metrics):
             return  # The server times out the sample.
@@ -429,7 +420,6 @@ class TrainerLink:
         first = message.episodes[0]
         registration = self._registering.get(first.episode_uuid)
         if registration is not None and not registration.confirmed.done():
-            # It has its own message.
             reason = f"the group {first.group_id!r} cannot be registered: {detail}"
             registration.confirmed.set_exception(LinkError(reason))
 
@@ -462,7 +452,7 @@ class TrainerLink:
                 self._fail(LinkError(f"the server refused this trainer: {message.reason}"))
 
     def _on_outcome(self, outcome: Outcome) -> None:
-        # It may be a repetition, or an earlier one may be missing.
+        # It may be a repetition, or an earlier outcome may be missing.
         position = self._hello.position
         if outcome.after <= position < outcome.number:
             self._inbox.append(outcome)

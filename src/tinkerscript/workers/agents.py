@@ -1,11 +1,9 @@
 """`AgentTask` is an Inspect task with a coding agent in place of the task's solver.
 
-Each episode starts a `bubblewrap` sandbox with the sample's files and setup, and runs the agent in `/work`
-with the sample's input as its prompt. Then all processes end, each file in a sample's metadata `tests` is
-restored or removed, and the task's scorers run in the same sandbox with a fresh home, without the agent's
-programs or the model.
-
-To add an agent, write its `CodingAgent` and add it to `AGENTS`.
+Each episode runs the agent in `/work` of a `bubblewrap` sandbox, with the sample's input as its prompt. Then
+all processes end, each file in a sample's metadata `tests` is restored or removed, and the scorers run in the
+same sandbox with a fresh home, without the agent's programs or the model. To add an agent, write its
+`CodingAgent` and add it to `AGENTS`.
 
 Sources: the programs' help and documentation; Claude Code 2.1, Codex CLI 0.169, mini-swe-agent 2.4, opencode
 1.18.
@@ -42,16 +40,15 @@ from tinkerscript.workers.base_task import EpisodeModel
 from tinkerscript.workers.inspect_task import GatewayPolicy, InspectTask
 from tinkerscript.workers.model_relay import AgentRelay
 
-PORT = 8000  # The model's, on the agent's loopback interface.
-MAX_OUTPUT_BYTES = 4 * 2**20  # Kept from the end of an agent's output.
-OF_A_CLAIM = 0.9  # The agent's part of the claim's lifetime. The rest is for scoring.
+PORT = 8000  # On the agent's loopback interface.
+MAX_OUTPUT_BYTES = 4 * 2**20  # From the end of an agent's output.
+OF_A_CLAIM = 0.9  # The rest is for scoring.
 TESTS = "tests"
 
 
 class AgentTask(InspectTask):
     def __init__(self, name: str, agent: str, time_limit_s: float, /, **args: Any) -> None:
-        """Raises ConfigError for an invalid task or `tests`, and WorkerError for an agent that is not
-        installed."""
+        """Raises ConfigError or WorkerError."""
         super().__init__(name, **args)
         program = agent_named(agent)
         installation_of(program)
@@ -132,9 +129,7 @@ class AgentRun:
 async def run_agent(
     agent: CodingAgent, prompt: str, *, sandbox: Bubblewrap, model: EpisodeModel, limit_s: float
 ) -> AgentRun:
-    """Restart the sandbox and run the agent in its folder `/work`.
-
-    Raises WorkerError for an agent that is not installed, made no model call, or ended with an unsupported
+    """Raises WorkerError for an agent that is not installed, made no model call, or ended with an unsupported
     call; ClaimLostError; IsolationError.
     """
     if len(prompt.encode()) > MAX_PROMPT_BYTES:
@@ -218,9 +213,9 @@ class CodingAgent:
     program: str
     arguments: Callable[[AgentJob], list[str]]  # After the program's name.
     environment: Callable[[AgentJob], dict[str, str]]  # In addition to the sandbox's.
-    # Files to write, by their path in the home folder.
+    # By path in the home folder.
     home_files: Callable[[AgentJob], Mapping[str, str]] = lambda job: {}
-    answer: Callable[[str], str] = lambda output: ""  # The final answer in its output.
+    answer: Callable[[str], str] = lambda output: ""  # Finds the final answer in the output.
 
 
 def _claude_environment(job: AgentJob) -> dict[str, str]:
@@ -280,7 +275,7 @@ def _opencode_config(job: AgentJob) -> Mapping[str, str]:
     return {".config/opencode/opencode.json": json.dumps(config)}
 
 
-# The values of `tinkerscript worker --agent`.
+# For `tinkerscript worker --agent`.
 AGENTS: Mapping[str, CodingAgent] = {
     "claude-code": CodingAgent(
         "claude",
@@ -332,7 +327,7 @@ AGENTS: Mapping[str, CodingAgent] = {
 
 
 def agent_named(name: str) -> CodingAgent:
-    """Raises WorkerError for an unknown agent."""
+    """Raises WorkerError."""
     if name not in AGENTS:
         raise WorkerError(f"there is no agent {name!r}; there are {', '.join(AGENTS)}")
     return AGENTS[name]
@@ -346,7 +341,7 @@ class Installation:
 
 
 def installation_of(agent: CodingAgent) -> Installation:
-    """Raises WorkerError for an agent that is not on the PATH."""
+    """Raises WorkerError if the agent is not on the PATH."""
     found = shutil.which(agent.program)
     if found is None:
         raise WorkerError(f"{agent.program!r} is not on the PATH; docs/agents.md shows how to install it")

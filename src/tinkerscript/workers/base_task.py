@@ -1,12 +1,8 @@
 """`Task` is the interface of every kind of environment, and `load_task` makes one from its name.
 
-The trainer asks a task for its samples and never runs one. A worker runs a sample with its episode's
-`EpisodeModel`.
-
-`verifiers:ENV` is a task of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and every
-other name is one of Inspect's. Kinds are in `TASK_KINDS`, or entry points in the group `tinkerscript.tasks`.
-
-Invariant: a rollout that cannot be scored raises; it never returns a reward for a failure.
+The trainer asks a task for its samples; a worker runs one with its episode's `EpisodeModel`. `verifiers:ENV`
+is of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and every other name is one of
+Inspect's.
 """
 
 from __future__ import annotations
@@ -40,9 +36,8 @@ if TYPE_CHECKING:  # This needs aiohttp, which the extras of the kinds install.
 
 __all__ = ["EpisodeModel", "Task", "TaskSample", "named_scores"]
 
-# From the first training seed to the first evaluation seed of generated samples.
 HELD_OUT_SEED = 1_000_000
-TRANSCRIPT_S = 10.0  # For sending a transcript at the end of its episode.
+TRANSCRIPT_S = 10.0  # At the end of the transcript's episode.
 TaskSample: TypeAlias = Mapping[str, JsonValue]
 """One problem as JSON.
 
@@ -56,17 +51,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeModel:
-    """The model of one episode, for any program that speaks OpenAI's or Anthropic's format.
-
-    The `api_key` is only valid for this episode.
-    """
+    """The model of one episode, for any program that speaks OpenAI's or Anthropic's format."""
 
     base_url: str
-    """For OpenAI's clients; ends in `/v1`. For Anthropic's, see `anthropic_base_url`."""
+    """For OpenAI's clients; ends in `/v1`."""
 
     api_key: str = field(repr=False)
     name: str = "policy"  # The `model` field of requests.
-    endpoint: ChatEndpoint = field(repr=False)  # All episodes of a worker share it.
+    endpoint: ChatEndpoint = field(repr=False)  # Shared by all episodes of a worker.
     # Fields for every call. Empty during a run, where the server decides.
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     # In order, for `WorkflowOutput.call_rewards`.
@@ -89,7 +81,7 @@ class EpisodeModel:
     async def complete(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
         """Make a model call and return the reply's message (`role`, `content`, and `tool_calls` if any).
 
-        `messages` and `fields` follow OpenAI's chat completions. Raises what `ChatEndpoint.complete` raises.
+        `messages` and `fields` follow OpenAI's chat completions. Raises like `ChatEndpoint.complete`.
         """
         body = {"model": self.name, "messages": list(messages), **self.sampling, **fields}
         completion = await self.endpoint.complete(self.base_url, self.api_key, body)
@@ -97,7 +89,7 @@ class EpisodeModel:
         return completion["choices"][0]["message"]
 
     async def ask(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> str:
-        """Return the reply's text. Raises what `complete` raises."""
+        """Return the reply's text. Raises like `complete`."""
         return (await self.complete(messages, **fields))["content"] or ""
 
     @property
@@ -120,7 +112,7 @@ class EpisodeModel:
 class Task(ABC):
     """A source of samples that can run them. Subclass it; its arguments are `task.train_args`."""
 
-    task_id: str = ""  # The task's name on every machine. `load_task` sets it.
+    task_id: str = ""  # The same on every machine; set by `load_task`.
     temperature: float | None = None  # If calls set none. A run warns that 0 does not train.
 
     _own: dict[bool, dict[str, TaskSample]] | None = None
@@ -129,8 +121,7 @@ class Task(ABC):
     def samples(self, *, held_out: bool) -> Sequence[TaskSample]:
         """Return the samples to train on or to evaluate on, always the same ones.
 
-        Without a split, these are the same, and the task's arguments choose (`task.train_args`,
-        `task.eval_args`).
+        Without a split, these are the same, and the arguments choose (`task.train_args`, `task.eval_args`).
         """
 
     def own_sample(self, sample_id: str, *, held_out: bool) -> TaskSample | None:
@@ -145,8 +136,8 @@ class Task(ABC):
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> RolloutResult:
         """Run one episode and score it. Calls may be concurrent.
 
-        Returns a reward, or a reward and more (see `named_scores`). An exception is recorded as the reason of
-        a failure.
+        Returns a reward, or a reward and more (see `named_scores`). Raises if the rollout cannot be scored:
+        an exception is recorded as the reason of a failure.
         """
 
     @classmethod
@@ -191,12 +182,11 @@ TASK_KINDS: Mapping[str, str] = {
     "textarena": "tinkerscript.workers.environments.textarena_game:TextArenaGame",
     "verifiers": "tinkerscript.workers.environments.verifiers_environment:VerifiersEnvironment",
 }
-"""The `module:factory` of each kind, which is also the name of its extra.
-
-A factory takes the part after the colon and the task's arguments. It raises ConfigError.
+"""Kind, which also names its extra -> `module:factory`. A factory takes the part after the colon and the
+task's arguments, and raises ConfigError.
 """
 
-ENTRY_POINTS = "tinkerscript.tasks"  # Other packages' kinds, each a factory as in `TASK_KINDS`.
+ENTRY_POINTS = "tinkerscript.tasks"  # Other packages' kinds, with factories like ours.
 INSPECT = "inspect"
 OWN = "own"
 
@@ -218,10 +208,10 @@ def kind_of(name: str) -> str:
 
 
 def load_task(name: str, args: Mapping[str, Any], *, sandbox: str = "") -> Task:
-    """Load the task called `name` with its arguments.
+    """Load a task. `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's.
 
-    `sandbox` (`TYPE` or `TYPE:CONFIG_FILE`) replaces an Inspect task's. Raises ConfigError for an unknown
-    name, a missing package, or arguments that the task does not accept, and the task's exceptions.
+    Raises ConfigError for an unknown name, a missing package, or arguments that the task does not accept, and
+    the task's exceptions.
     """
     kind = kind_of(name)
     rest = name.partition(":")[2]
@@ -304,7 +294,7 @@ def _name_anywhere(name: str) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Raises WorkerError for a file that is missing or cannot be imported."""
+    """Raises WorkerError if the file is missing or cannot be imported."""
     path = path.resolve()
     check_is_there(path)
     name = f"tinkerscript_script_{path.stem}"
@@ -312,7 +302,7 @@ def load_module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise WorkerError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # This comes first, so that dataclasses and pickling in the script find their module.
+    # First, so that dataclasses and pickling in the script find their module.
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:
@@ -334,7 +324,7 @@ def how_to_install(module: str | None) -> str:
 
 
 def check_is_there(path: Path) -> None:
-    """Raise WorkerError for a missing file, with the files that exist."""
+    """Raises WorkerError with the files that exist."""
     if not path.is_file():
         raise WorkerError(f"no script at {path}; {_beside(path)}")
 

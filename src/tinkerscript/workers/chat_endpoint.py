@@ -1,7 +1,4 @@
-"""`ChatEndpoint` makes the model calls of a worker's rollouts over shared connections.
-
-Invariant: a call is retried while the server restarts or is busy, and never after a final refusal.
-"""
+"""The model calls of a worker's rollouts."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from tinkerscript.client.settings import CA_FILE, certificates
 from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnreachableError
 
 _BUSY = (429, 503)
-# No connection, or a proxy that has none.
+# No connection, or a proxy without a server.
 _AWAY = (0, 502, 503, 504)
 
 _TIMED_OUT = -1
@@ -27,11 +24,11 @@ _TIMED_OUT = -1
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    attempts: int = 6  # Attempts that end in a server error.
+    attempts: int = 6  # That end in a server error.
     max_away_s: float = 300.0  # In total. The claim outlives a restart of the server.
-    first_delay_s: float = 0.25  # Doubles each time up to `max_delay_s`, with a jitter of 50%.
+    first_delay_s: float = 0.25  # Doubles up to `max_delay_s`, with a jitter of 50%.
     max_delay_s: float = 8.0
-    max_busy_s: float = 600.0  # In total, for the `Retry-After` of 429 and 503.
+    max_busy_s: float = 600.0  # For the `Retry-After` of 429 and 503.
 
 
 Reply = TypeVar("Reply")
@@ -40,15 +37,16 @@ Reply = TypeVar("Reply")
 @dataclass(frozen=True, slots=True)
 class ChatAttempt(Generic[Reply]):
     status: int  # 0 if the connection failed, `_TIMED_OUT` without an answer in time.
-    said: bytes  # The body of a refusal, or the reason of a failed connection.
+    said: bytes  # A refusal's body, or why the connection failed.
     reply: Reply | None
     retry_after: float | None
 
 
 class ChatEndpoint:
-    """Chat completions over shared connection pools, one per gateway process (base URL).
+    """A connection pool per gateway process (base URL), for one event loop.
 
-    It belongs to one event loop. aiohttp takes a fraction of httpx's CPU time per request.
+    A call is retried while the server restarts or is busy, and never after a final refusal. aiohttp takes a
+    fraction of httpx's CPU time per request.
     """
 
     def __init__(
@@ -77,13 +75,13 @@ class ChatEndpoint:
         return json.loads(await self._answer(url, api_key, data, "application/json", self.whole))
 
     async def get_json(self, url: str, api_key: str) -> dict[str, Any]:
-        """GET a JSON object. Raises what `complete` raises."""
+        """Raises like `complete`."""
         return json.loads(await self._answer(url, api_key, None, "application/json", self.whole))
 
     async def open_stream(self, url: str, api_key: str, data: bytes) -> aiohttp.ClientResponse:
-        """POST a JSON body and return the accepted reply with an unread body; the caller closes it.
+        """Return the accepted reply with an unread body; the caller closes it.
 
-        Raises what `complete` raises. Nothing is retried after the reply has begun.
+        Raises like `complete`. Nothing is retried after the reply has begun.
         """
         return await self._answer(url, api_key, data, "application/json", self._open)
 

@@ -1,6 +1,6 @@
 """Inspect tasks: each episode runs one sample with the task's solver and scorers.
 
-Invariant: a solver or scorer that raises is an error, never a reward of 0.
+A solver or scorer that raises is an error, never a reward of 0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 class InspectTask(Task):
     """An Inspect task: `file.py@name`, or a registered name, with the task function's arguments.
 
-    These also choose the samples, because training and evaluation use the task's whole dataset.
+    These also choose the samples: training and evaluation use the task's whole dataset.
     """
 
     def __init__(self, name: str, /, **args: Any) -> None:
@@ -63,7 +63,6 @@ class InspectTask(Task):
 
     @property
     def sandbox_type(self) -> str | None:
-        # None if samples have no sandbox or individual ones.
         return self.options.sandbox.sandbox_type if self.options.sandbox else self.info.sandbox_type
 
     def samples(self, *, held_out: bool) -> list[dict[str, Any]]:
@@ -107,7 +106,7 @@ class InspectTask(Task):
 
 
 class _SharedEval:
-    """The eval of a process. If it dies, the next episode restarts it."""
+    """If it dies, the next episode restarts it."""
 
     def __init__(self, tasks: Sequence[InspectTask]) -> None:
         self._tasks = tasks
@@ -145,9 +144,9 @@ class GatewayPolicy:
         self.model = model
         self.sample = sample
         self._converter = ChatConverter()
-        self.unapplied: set[str] = set()  # Settings of the task that requests do not carry, as `name=value`.
-        self.reply_ids = list[str]()  # In the order in which the replies came.
-        self.calls = 0  # Model calls, with an agent's.
+        self.unapplied: set[str] = set()  # The task's settings that requests do not carry, as `name=value`.
+        self.reply_ids = list[str]()
+        self.calls = 0  # Includes an agent's calls.
         self.lost: ClaimLostError | None = None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
@@ -182,8 +181,8 @@ IN_METADATA = "call_rewards"
 def call_rewards(scores: Mapping[str, Score], reply_ids: Sequence[str]) -> dict[str, float]:
     """Sum the rewards that scorers gave single calls, in `Score.metadata["call_rewards"]`.
 
-    They are a list with a number for each model call, in order, or a dict by the ids of assistant messages.
-    Raises WorkerError for anything else.
+    They are a list with a number for each model call, or a dict by the ids of assistant messages. Raises
+    WorkerError for anything else.
     """
     total = dict[str, float]()
     for name, score in scores.items():

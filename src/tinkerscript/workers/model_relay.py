@@ -1,8 +1,7 @@
 """Relays for model calls of programs that must not, or cannot, hold a claim's key.
 
 `ModelRelay` is for a library that would keep a model client for every key: a request header names the
-conversation. `AgentRelay` is for an agent in a sandbox. Invariant: only the server sees a claim's key, and
-only routes of the model pass.
+conversation. `AgentRelay` is the only way out of an agent's sandbox, and passes only routes of the model.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class RelayedEpisode:
 
 
 class ModelRelay:
-    """Listens only on this machine, inside its `async with` block."""
+    """Listens only on this machine."""
 
     def __init__(self) -> None:
         self.url = ""  # For OpenAI's clients; ends in `/v1`.
@@ -81,7 +80,6 @@ class ModelRelay:
 
     @contextmanager
     def episode(self, model: EpisodeModel) -> Generator[RelayedEpisode]:
-        """Relay the conversations that this block announces to `model`."""
         relayed = RelayedEpisode(model, self._routes)
         try:
             yield relayed
@@ -108,15 +106,13 @@ class ModelRelay:
 
 
 class AgentRelay:
-    """The only way out of an agent's sandbox."""
-
     def __init__(self, model: EpisodeModel) -> None:
         self._model = model
         self._models: dict[str, Any] = {}
         self.answered = 0
         self.refusals: Counter[str] = Counter()  # By `STATUS METHOD PATH`.
         self.last_refusal = ""
-        self.refused = False  # The gateway does not support the last model call.
+        self.refused = False  # For the last model call.
         self.lost: ClaimLostError | None = None
 
     async def context_length(self) -> int:

@@ -1,8 +1,7 @@
 """`run_worker` is a worker process: it runs a user's script, or tasks, over a server's episodes.
 
-Invariants: SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. After a grace period it
-exits even if its rollouts hang. A worker runs its own copy of a sample, never the content of a payload, so
-that a server cannot make it run anything else.
+SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. A worker runs its own copy of a sample,
+never a payload's content, so that a server cannot make it run anything else.
 """
 
 from __future__ import annotations
@@ -79,28 +78,26 @@ class WorkerOptions:
     eval_args: Mapping[str, Mapping[str, JsonValue]] = field(
         default_factory=dict[str, Mapping[str, JsonValue]]
     )
-    """Arguments for tasks in evaluations, where they differ."""
+    """Arguments for evaluations, where they differ."""
 
     # `TYPE` or `TYPE:CONFIG_FILE`, by task.
     sandboxes: Mapping[str, str] = field(default_factory=dict[str, str])
-    agent: str = ""  # A coding agent that replaces the solvers of Inspect tasks.
-    time_limit_s: float = DEFAULT_TIME_LIMIT_S  # Then the agent is stopped, and its results are scored.
+    agent: str = ""  # Replaces the solvers of Inspect tasks.
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S  # Then the agent is stopped and scored.
     concurrency: int = 1
     client_uuid: str | None = None
     episode_type: ClaimType = "any"
-    pool: str = TRAINER_POOL  # The trainer's, or the `client_uuid` of a client that registers episodes.
-    # Seconds without activity after which claims lose their lease.
+    pool: str = TRAINER_POOL  # The trainer's, or a registering client's `client_uuid`.
+    # Seconds without activity before claims lose their lease.
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    exit_with_parent: bool = False  # Stop when standard input, a pipe from the parent, closes.
+    exit_with_parent: bool = False  # When standard input, a pipe from the parent, closes.
     grace_s: float = DEFAULT_GRACE_S  # For running episodes after SIGTERM.
     give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S  # For an unreachable server. None: no limit.
     token: str | None = field(default=None, repr=False)  # None if the server requires none.
 
 
 def run_worker(options: WorkerOptions) -> RunStatistics:
-    """Run episodes until stopped.
-
-    Raises WorkerError for a script or task that cannot be run or an episode of another task,
+    """Raises WorkerError for a script or task that cannot be run or an episode of another task,
     ServerUnreachableError, or RequestRefusedError.
     """
     statistics, _ = asyncio.run(_run(options, []))
@@ -135,7 +132,7 @@ async def open_runner(
     client: AsyncTinkerScriptClient | None = None,
     endpoint: ChatEndpoint | None = None,
 ) -> AsyncGenerator[Runner]:
-    """`client` and `endpoint` reach a server in this process. Raises WorkerError."""
+    """To reach a server in this process, give `client` and `endpoint`. Raises WorkerError."""
     async with AsyncExitStack() as stack:
         rollout = await _rollout(options, stack, endpoint)
         yield Runner(
@@ -222,14 +219,14 @@ def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> T
 def tasks_with_args(
     tasks: Sequence[str], args: Sequence[Mapping[str, JsonValue]]
 ) -> dict[str, Mapping[str, JsonValue]]:
-    """Pair tasks and arguments by position. Raises WorkerError for too many, or a repeated task."""
+    """Raises WorkerError for too many arguments, or a repeated task."""
     if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
         raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
     return {task: args[i] if i < len(args) else {} for i, task in enumerate(tasks)}
 
 
 def load_rollout(script: str | Path) -> RolloutFunction:
-    """Return the `rollout` function of a script, with its folder first in `sys.path`, as when Python runs it.
+    """Return a script's `rollout`, with its folder first in `sys.path`, as when Python runs it.
 
     Raises WorkerError for a missing file or function, or a script that cannot be imported.
     """
@@ -252,8 +249,6 @@ def load_rollout(script: str | Path) -> RolloutFunction:
 
 
 class TaskRollout:
-    """A rollout function for `tinkerscript.client.run`. Calls may be concurrent, inside its block."""
-
     def __init__(
         self,
         tasks: Mapping[str, Task],
@@ -261,7 +256,7 @@ class TaskRollout:
         held_out: Mapping[str, Task] | None = None,
         endpoint: ChatEndpoint | None = None,
     ) -> None:
-        """`held_out` has different tasks for evaluations. `endpoint` replaces the model endpoint."""
+        """`held_out` has different tasks for evaluations."""
         others = held_out or {}
         self._tasks: dict[str, tuple[Task, Task]] = {}  # For training and for evaluation.
 
@@ -293,7 +288,8 @@ class TaskRollout:
 
     async def __call__(self, episode: Episode) -> RolloutResult:
         """Raises WrongTaskError, WorkerError for a payload without a task or a sample, and the rollout's
-        exceptions."""
+        exceptions.
+        """
         task, sample = self._found(episode)
         model = EpisodeModel(
             base_url=episode.openai_base_url,

@@ -1,1 +1,1 @@
-"""Decide whether a prompt continues a conversation, and keep the ids of each conversation."""
+"""Decides whether a prompt continues a conversation, and keeps its ids."""

@@ -1,7 +1,7 @@
 """`Session` holds the conversations of one claim and makes their prompts.
 
-Invariant: a prompt that continues a call starts with that call's prompt and sampled ids, byte for byte. Every
-other prompt is a new root with a reason (`FORK_REASONS`). Work in threads only reads immutable data.
+A prompt that continues a call starts with that call's prompt and sampled ids, byte for byte. Every other
+prompt is a new root with a reason (`FORK_REASONS`). Work in threads only reads immutable data.
 """
 
 from __future__ import annotations
@@ -46,16 +46,14 @@ _encode = msgspec.json.Encoder().encode
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_PROMPT = 8_192  # Bytes (about a millisecond) from which work is done in a thread.
-LONG_HISTORY = 2**18  # The same for comparing text with earlier calls.
+LONG_PROMPT = 8_192  # Bytes; the work takes a millisecond, so a thread does it.
+LONG_HISTORY = 2**18
 
-# Encoding releases the GIL; more threads for the rest would delay the event loop.
+# Encoding releases the GIL; more threads would delay the event loop.
 _THREADS = ThreadPoolExecutor(2, "long prompts")
 
 
 class ConversationRenderer(Protocol):
-    """Makes the ids of prompts, or none for a model with unknown ids."""
-
     tokenizer: LightTokenizer
     max_context: int  # Tokens of prompt and reply together.
 
@@ -83,12 +81,11 @@ class Session:
         self._messages = MessageIndex()
         self._prompts = PromptIndex()
         self._recording: list[Turn] = []
-        # Of recorded images, by digest.
         self._files: dict[str, bytes] = {}
 
     @classmethod
     def restore(cls, renderer: ConversationRenderer, calls: Iterable[Call]) -> Session:
-        """Rebuild the session that recorded `calls`, oldest first. Raises ValueError for a missing parent."""
+        """Raises ValueError for a missing parent."""
         session = cls(renderer)
         for call in with_messages(calls):
             turn = session._recorded_turn(call)
@@ -98,7 +95,7 @@ class Session:
     def plan(
         self, messages: list[ChatMessage], tools: list[Tool], files: Mapping[str, bytes] | None = None
     ) -> Turn:
-        """Make the prompt, in flight until `release`. `files`: the images of a request by digest.
+        """Make the prompt, in flight until `release`. `files`: the request's images by digest.
 
         Raises GatewayError 400 `context_length_exceeded` if there is no room for a reply.
         """
@@ -113,7 +110,7 @@ class Session:
         *,
         starts: bool = True,
     ) -> Turn:
-        """Process long messages in a thread. Without `starts`, the turn may be too long."""
+        """Long messages use a thread. Without `starts`, the turn may be too long."""
         is_long = text_size(messages) >= LONG_HISTORY or bool(files)
         keys = await in_thread_if(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys, files) as place:
@@ -160,8 +157,7 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Give turns their fork reasons. Only now is it known which of parallel requests is the claim's
-        first."""
+        """Give fork reasons: only now is it known which parallel request is the claim's first."""
         labelled: list[Turn] = []
         for turn in turns:
             if turn.parent is None and turn.fork_reason is None:
@@ -188,9 +184,9 @@ class Session:
         return len((await self.plan_async(messages, tools, starts=False)).prompt) // 4
 
     def messages_of(self, call_id: str) -> list[ChatMessage]:
-        """Return the conversation up to and including a call, with call ids in the replies.
+        """Return the conversation through a call, with call ids in the replies.
 
-        Raises GatewayError 400 `previous_response_not_found` for an unknown call.
+        Raises GatewayError 400 `previous_response_not_found`.
         """
         node = self._messages.call(call_id)
         if node is None:
@@ -229,7 +225,7 @@ class Session:
         keys: _Keys,
         files: Mapping[str, bytes] | None,
     ) -> Generator[_Place]:
-        # Within the context, no equal request takes the same place.
+        # In this context, no equal request takes the same place.
         path = self._messages.walk(messages, keys.tools, keys.messages)
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
         place = _Place(path, tools, node, {**self._files, **(files or {})})
@@ -303,11 +299,11 @@ class Session:
 
 
 class _Prompt(NamedTuple):
-    # int32; with `extends`, only what follows the call it continues.
+    # int32; with `extends`, without the continued call.
     ids: bytes
     images: list[PlacedImage]
     extends: bool
-    texts: tuple[str, str]  # The new messages and the tools as recorded JSON.
+    texts: tuple[str, str]
 
 
 class _Keys(NamedTuple):
@@ -316,7 +312,7 @@ class _Keys(NamedTuple):
 
 
 class _Place:
-    """Where messages belong in the tree. Immutable, so that threads may read it."""
+    """Immutable, so that threads may read it."""
 
     def __init__(
         self, path: MessagePath, tools: list[Tool], node: Node | None, files: Mapping[str, bytes]
@@ -336,7 +332,7 @@ class _Place:
         return len(self.node.new_prompt) + len(self.node.sampled) + text_size(self.new_messages)
 
     def prompt(self, renderer: ConversationRenderer) -> _Prompt:
-        """May run in a thread. Raises GatewayError 400."""
+        """Raises GatewayError 400."""
         if self.node:
             tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()
             new_ids = renderer.extend(tail, sampled, self.new_messages, self.node.tools, self.node.messages)

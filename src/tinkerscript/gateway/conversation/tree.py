@@ -1,6 +1,6 @@
 """The calls of a claim as a tree of token buffers, and the search for a request's place in it.
 
-Invariant: `Node.stream` is exactly what the model saw and sampled, from the first prompt on.
+`Node.stream` is exactly what the model saw and sampled, from the first prompt on.
 
 Chat requests are matched by their messages. A conversation is a path of message keys (`chat_messages`) in a
 trie, and a call's reply ends a path:
@@ -8,15 +8,15 @@ trie, and a call's reply ends a path:
     system -> user -> reply of call 1 -> tool -> reply of call 2 -> ...
 
 A request continues a call if that path equals its messages up to the last assistant message, with the same
-tools. Content decides which calls qualify; ids only choose among them:
+tools. Ids only choose among the calls that content allows:
 
 - An assistant message with an id that we issued must be that call's reply.
-- Reasoning may be dropped. If it is sent back, it must be what was sampled.
-- Of several matching calls, the first that no other call continues, recorded or in flight, is chosen.
-  Parallel conversations with equal messages therefore continue one call each.
+- Reasoning may be dropped, but not changed.
+- Of several matching calls, the first that no other call continues, recorded or in flight, is chosen, so
+  that parallel conversations with equal messages continue one call each.
 
-Text completions are matched by ids. A prompt continues the longest stream (prompt and sampled ids) that it
-starts with; among equal streams, the first that no call continues.
+Text completions are matched by ids. A prompt continues the longest stream that it starts with; among equal
+streams, the first that no call continues.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ from tinkerscript.gateway.chat_messages import (
 )
 from tinkerscript.rollouts.call import MatchedBy, PlacedImage, moved_images
 
-PROMPT = "prompt"  # Stands for a prompt of text or ids. No chat uses it.
+PROMPT = "prompt"  # A role that no chat uses.
 
 
-# The messages belong to no known conversation, as in a subagent's first call.
+# The fork reasons, which docs/tokens.md explains.
 NEW_CONVERSATION = "new_conversation"
-SAMPLED_AGAIN = "sampled_again"  # The same messages were requested before, as by a parallel sample.
-NO_NEW_MESSAGES = "no_new_messages"  # The messages end with the assistant's reply.
+SAMPLED_AGAIN = "sampled_again"
+NO_NEW_MESSAGES = "no_new_messages"
 TOOLS_CHANGED = "tools_changed"
 SYSTEM_CHANGED = "system_changed"
-# Earlier messages were dropped or replaced by fewer (truncation, compaction).
 HISTORY_SHORTENED = "history_shortened"
-TOOL_RESULT_EDITED = "tool_result_edited"  # The first message that differs is a tool result.
-TEXT_DROPPED = "text_dropped"  # A reply's tool calls came back without its text.
-REASONING_EDITED = "reasoning_edited"  # Dropping reasoning does not fork.
-HISTORY_EDITED = "history_edited"  # Any other difference.
-RENDERER_REFUSED = "renderer_refused"  # The chat format cannot continue from what was sampled.
-TEMPLATE_REWRITES = "template_rewrites"  # The chat template changes earlier messages when new ones follow.
+TOOL_RESULT_EDITED = "tool_result_edited"
+TEXT_DROPPED = "text_dropped"
+REASONING_EDITED = "reasoning_edited"
+HISTORY_EDITED = "history_edited"
+RENDERER_REFUSED = "renderer_refused"
+TEMPLATE_REWRITES = "template_rewrites"
 
 FORK_REASONS = (
     NEW_CONVERSATION,
@@ -83,22 +82,22 @@ class Conversation(NamedTuple):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    parent: Node | None  # None for a fork with a fully rendered prompt.
-    prompt: bytes  # int32, the whole prompt.
-    new_prompt: bytes  # int32, what follows the parent's prompt and sampled ids.
+    parent: Node | None
+    prompt: bytes  # int32
+    new_prompt: bytes  # int32, after the parent's prompt and sampled ids.
     images: list[PlacedImage] = []  # Of `new_prompt`.
     matched_by: MatchedBy | None = None
-    # One of `FORK_REASONS`; None if the prompt extends a call or is the claim's first.
+    # None if the prompt extends a call or is the claim's first.
     fork_reason: str | None
     new_messages: list[ChatMessage]
     tools: list[Tool]
-    reply_index: int  # The reply's index in the conversation.
-    keys: Sequence[Hashable] = ()  # The keys of `new_messages`; empty if not computed yet.
-    texts: tuple[str, str] = ("", "")  # `new_messages` and `tools` as recorded JSON; empty if not recorded.
+    reply_index: int
+    keys: Sequence[Hashable] = ()  # Empty if not computed yet.
+    texts: tuple[str, str] = ("", "")  # As recorded JSON; empty if not recorded.
 
     @property
     def all_images(self) -> list[PlacedImage]:
-        """Images of `prompt`."""
+        """Of `prompt`."""
         before = self.parent.images() if self.parent and self.parent.has_images else []
         return [*before, *moved_images(self.images, (len(self.prompt) - len(self.new_prompt)) // 4)]
 
@@ -110,7 +109,6 @@ class Node:
         self.new_messages = turn.new_messages
         self.new_prompt = turn.new_prompt
         self.new_images = turn.images
-        # Whether `stream` has any. Looking at all turns each time would be slow.
         self.has_images = bool(turn.images) or (turn.parent is not None and turn.parent.has_images)
         self.sampled = sampled
         self.reply = reply
@@ -118,21 +116,19 @@ class Node:
         self.tools_key = turn.parent.tools_key if turn.parent else tools_key(turn.tools)
         self.reply_index = turn.reply_index
         before = turn.parent.reply if turn.parent else None
-        # Kept, because computing them reads long tool arguments.
+        # Computing them reads long tool arguments.
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
-        # Assistant messages that the caller wrote. Only a root has any.
         self.written = [
             (index, reasoning_of(message))
             for index, message in enumerate(turn.new_messages)
             if message["role"] == "assistant"
         ]
 
-        self.state = ROOT_STATE  # The trie state after the reply; `MessageIndex` sets it.
+        self.state = ROOT_STATE
         self.extended = False
         self.pending = 0
 
     def stream(self) -> bytes:
-        """Return the whole prompt and the sampled ids (int32)."""
         parts: list[bytes] = []
         node: Node | None = self
         while node is not None:
@@ -141,7 +137,6 @@ class Node:
         return b"".join(reversed(parts))
 
     def images(self) -> list[PlacedImage]:
-        """Return the images of `stream`."""
         found: list[PlacedImage] = []
         length = 0
         for node in self._line():
@@ -171,8 +166,8 @@ class MessagePath(NamedTuple):
     messages: list[ChatMessage]
     keys: list[Hashable]
     tools_key: bytes
-    history_length: int  # The messages up to the last assistant message, or 0.
-    states: list[int]  # Trie states before, between and after the messages, as far as they exist.
+    history_length: int
+    states: list[int]  # Around the messages, as far as they exist.
 
     @property
     def history_state(self) -> int | None:
@@ -185,12 +180,10 @@ class MessagePath(NamedTuple):
 
 class MessageIndex:
     def __init__(self) -> None:
-        # The next state, by state and message key.
         self._edges: dict[tuple[int, Hashable], int] = {}
         self._replies: dict[int, list[Node]] = {}
         self._prompted: dict[int, set[bytes]] = {}
-        self._through: dict[int, Node] = {}  # The last call with a path through a state.
-        # Keys are call ids and tool call ids.
+        self._through: dict[int, Node] = {}
         self._named: dict[str, Node] = {}
         # By the keys of the message before (None: any) and the reply.
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
@@ -312,7 +305,7 @@ class PromptIndex:
         self._prompts: set[int] = set()
 
     def add(self, node: Node) -> None:
-        # Ids do not say which image they stand for, so prompts of ids never continue one.
+        # Ids do not say which image they stand for.
         if not node.has_images:
             self._unindexed.append(node)
 
@@ -351,7 +344,7 @@ def _history_length(messages: Sequence[ChatMessage]) -> int:
 
 
 def edit_reason(known: Conversation, given: Conversation) -> str | None:
-    """Return how `given` differs from the conversation `known`, or None. The first difference decides."""
+    """Return how `given` first differs from `known`, or None."""
     if _only_system_differs(known, given):
         return SYSTEM_CHANGED
     pairs = zip(known.messages, given.messages, known.keys, given.keys, strict=False)

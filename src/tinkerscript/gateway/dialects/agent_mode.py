@@ -1,7 +1,6 @@
 """Agent mode ignores fields that coding agents send whether or not a server honors them.
 
-Routes under `/agent` drop `AGENT_FIELDS`. Invariants: dropped fields are recorded with the call
-(`Call.ignored`) and counted in the alignment report; any other unknown field is refused.
+Dropped fields are recorded (`Call.ignored`) and counted in the alignment report.
 
 Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-swe-agent 2.4.
 """
@@ -58,8 +57,7 @@ AGENT_FIELDS: Mapping[str, Sequence[str]] = {
     ),
 }
 """`a.b` is a field of an object, `a[].b` of each element of a list; `a[type=b]` is the elements of this type.
-
-Tools of such types would run on the provider's servers, so the model does not see them.
+Such tools would run on the provider's servers, so the model does not see them.
 """
 
 _DECODER = msgspec.json.Decoder()
@@ -67,7 +65,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
-    """Return the request and the fields that were dropped. Raises GatewayError 400 for bad JSON."""
+    """Raises GatewayError 400 for bad JSON."""
     try:
         request = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

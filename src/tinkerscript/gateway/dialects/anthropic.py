@@ -1,11 +1,7 @@
-"""Anthropic Messages: the route, its replies, events and errors.
+"""Anthropic Messages: the route, its replies, events and errors (docs/protocol.md).
 
-Our extension `return_token_ids` adds `prompt_token_ids` and `token_ids` (with a grammar also `constrained`)
-to the reply, or to a stream's first and last event. A thinking block's signature is its message's id, by
-which the session finds the reply again. It proves nothing: edited thinking still forks.
-
-Invariant: content blocks come one after another, and their deltas add up to the reply's content. Tool calls
-come last, each in one delta.
+A thinking block's signature is its message's id, by which the session finds the reply again. Tool calls come
+last, each in one delta.
 
 Source: https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/api/messages-streaming,
 https://docs.anthropic.com/en/api/errors
@@ -62,7 +58,7 @@ def message_id(call_id: str) -> str:
 def message_of(
     tokenizer: LightTokenizer, call: MessagesCall, header: ReplyHeader, choice: Choice | None
 ) -> dict[str, Any]:
-    """Without a choice, this is the message that starts a stream."""
+    """Without a choice, the message starts a stream."""
     message: dict[str, Any] = {
         "id": message_id(header.call_id),
         "type": "message",

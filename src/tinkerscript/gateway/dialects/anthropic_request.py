@@ -1,10 +1,6 @@
 """Anthropic Messages: requests for a message and for the token count of its prompt.
 
-`thinking` only decides whether thinking is shown: the model reasons as trained, and everything is recorded.
-As at Anthropic, `budget_tokens` is a target and `max_tokens` the limit.
-
-Invariant: the blocks of a reply, sent back unchanged, become the message that was sampled. Thinking may be
-left out; its signature names the reply.
+A reply's blocks, sent back with or without thinking, become the message that was sampled.
 
 Source: https://docs.anthropic.com/en/api/messages
 """
@@ -82,7 +78,7 @@ class _ToolDefinition(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1)]
     input_schema: dict[str, Any]
     description: str | None = None
-    # Ignored: arguments stay as the model sampled them.
+    # Arguments stay as the model sampled them.
     type: str = "custom"
     strict: bool = False
     cache_control: dict[str, Any] | None = None
@@ -153,7 +149,6 @@ class _Request(_Prompt, kw_only=True):
     diagnostics: Annotated[Any, Unsupported()] = None
     inference_geo: Annotated[Any, Unsupported()] = None
     service_tier: Annotated[Any, Unsupported("auto", "standard_only")] = None
-    # Known and not supported: see _refuse_thread.
     thread: Any = None
 
 
@@ -162,7 +157,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> MessagesCall:
-    """Raises GatewayError 400 with the field."""
+    """Raises GatewayError 400."""
     request = decode(_REQUEST, body)
     _refuse_thread(request)
     stops = request.stop_sequences or []
@@ -196,7 +191,7 @@ def _prompt_arguments(prompt: _Prompt) -> dict[str, Any]:
 
 
 def _refuse_thread(request: _Request) -> None:
-    # This code makes Anthropic's tool runner send the whole history.
+    # Makes Anthropic's tool runner send the whole history.
     if request.thread is not None:
         message = "this server keeps no threads; send the whole history and leave thread out"
         raise GatewayError(400, "thread_unsupported_request", message, param="thread")
@@ -234,7 +229,7 @@ def _shows_thinking(thinking: _Thinking | None) -> bool:
 
 
 def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None) -> list[ChatMessage]:
-    """Raises GatewayError 400 for unsupported content."""
+    """Raises GatewayError 400."""
     normalized: list[ChatMessage] = []
     if system:
         normalized.append({"role": "system", "content": _text(system, "system")})
@@ -291,7 +286,7 @@ def _tool_result(block: dict[str, Any], where: str) -> ChatMessage:
     content = _text(result.content, f"{where}.content")
     message: ChatMessage = {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
     if result.is_error:
-        # Only recorded: chat formats have no field for it.
+        # Chat formats have no field for it.
         message["is_error"] = True
     return message
 

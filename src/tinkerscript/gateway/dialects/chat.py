@@ -1,8 +1,4 @@
-"""OpenAI chat completions.
-
-Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` to the reply and `token_ids`
-(with a grammar also `constrained`) to each choice. `developer` messages become system messages. A tool's
-`strict` is not enforced: unless `tool_choice` requires a call, arguments stay as sampled.
+"""OpenAI chat completions (docs/protocol.md has our extensions).
 
 Source: https://platform.openai.com/docs/api-reference/chat
 """
@@ -54,7 +50,7 @@ from tinkerscript.tokenizer import LightTokenizer
 class _Function(Struct, forbid_unknown_fields=True):
     name: str
     arguments: str = ""
-    # The `openai` client adds this to messages that it streamed or parsed.
+    # The `openai` client adds this to streamed or parsed messages.
     parsed_arguments: Any = None
 
 
@@ -155,12 +151,11 @@ def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
 def _normalized_chat(
     chat: _Chat | _Request, files: dict[str, bytes] | str
 ) -> tuple[list[ChatMessage], list[Tool]]:
-    """Adds images to `files`, which may be the reason to refuse them instead."""
+    """`files` receives the images, or says why they are refused."""
     functions = [tool.function for tool in chat.tools or ()]
     tools = [function_tool(each.name, each.description, each.parameters) for each in functions]
     if not isinstance(files, str):
         contents = [message.content for message in chat.messages if isinstance(message.content, list)]
-        # Before any is decoded.
         IMAGES.check(sum(part.get("type") == "image_url" for content in contents for part in content))
     return [_normalized(message, index, files) for index, message in enumerate(chat.messages)], tools
 

@@ -1,8 +1,5 @@
 """OpenAI's older text completions, without a chat format or a BOS token.
 
-Prompts are encoded unchanged. Our extensions are `top_k` and `return_token_ids`, which adds `token_ids` and
-`prompt_token_ids` to each choice.
-
 Source: https://platform.openai.com/docs/api-reference/completions
 """
 
@@ -109,7 +106,7 @@ class _ChoiceWriter:
             "tokens": [decode(token) for token in ids],
             "token_ids": ids,  # Our extension.
             "token_logprobs": unpack_logprobs(tokens.logprobs).tolist(),
-            # The most likely of several ids with the same text wins.
+            # The most likely of several ids with one text wins.
             "top_logprobs": [
                 dict(reversed(most_likely[position * top : (position + 1) * top]))
                 for position in range(len(ids))

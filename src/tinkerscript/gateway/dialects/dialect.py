@@ -1,6 +1,6 @@
 """`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`.
 
-Invariants: a field that this server does not honor is refused by name; prompts get no added text.
+A field that this server does not honor is refused by name, and prompts get no added text.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in any wire format; None means not set."""
+    """None means not set."""
 
-    # The wire format's names of fields that a sampler may refuse.
+    # The wire format's names.
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {
         "required_tools": "tool_choice",
         "json_schema": "response_format",
@@ -58,13 +58,13 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 
     template_kwargs: dict[str, Any] = {}
     files: dict[str, bytes] = {}
-    """Digest -> the images of `messages`."""
+    """The images of `messages` by digest."""
 
     prompts: list[bytes] = []
-    """Prompts as ids (int32) instead of messages. Each gets `n` plain-text completions."""
+    """As ids (int32) instead of messages. Each gets `n` plain-text completions."""
 
-    previous: str | None = None  # The call of this claim that `messages` continue.
-    store: bool = False  # Later requests may name the reply as `previous`. In an episode they always may.
+    previous: str | None = None  # The call that `messages` continue.
+    store: bool = False  # Without it, only an episode's later requests may name the reply.
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -74,11 +74,11 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: list[str] = []
-    # They end the reply, like the end of a turn, and are not part of its text.
+    # They end the reply, and are not part of its text.
     stop_token_ids: list[int] = []
     logprobs: bool = False
-    top_logprobs: int = 0  # How many of the most likely ids to report at each position.
-    required_tools: list[str] = []  # The reply must call one. If empty, the model decides.
+    top_logprobs: int = 0  # Per position.
+    required_tools: list[str] = []  # The reply must call one of these.
     parallel_tool_calls: bool = True
     json_schema: dict[str, Any] | None = None
     """`{"type": "object"}` allows any object. The reply may also be a tool call."""
@@ -86,7 +86,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     stream: bool = False
     stream_usage: bool = False
-    ignored: list[str] = []  # Fields that agent mode dropped (`AGENT_FIELDS`).
+    ignored: list[str] = []  # Dropped in agent mode (`AGENT_FIELDS`).
     side: bool = False
 
 
@@ -94,7 +94,7 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
     message: ChatMessage
     finish_reason: FinishReason
     constrained: bytes = b""  # uint8 `TokenConstraint` per sampled id, or empty without a grammar.
-    reported_tokens: int = 0  # The count of a server that returns no ids.
+    reported_tokens: int = 0  # From a server that returns no ids.
 
     @property
     def num_tokens(self) -> int:
@@ -105,16 +105,15 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
         return {"token_ids": ids, **self.constraint_field()}
 
     def constraint_field(self) -> dict[str, list[int]]:
-        # The stream has already sent the ids.
         return {"constrained": list(self.constrained)} if self.constrained else {}
 
 
 class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
-    call_id: str  # The first choice's call.
+    call_id: str
     created: int  # Unix time in seconds.
     model: str
-    prompt: bytes  # int32 ids of the first prompt.
-    reported_prompt_tokens: int = 0  # The count of a server that returns no ids.
+    prompt: bytes  # The first prompt's int32 ids.
+    reported_prompt_tokens: int = 0  # From a server that returns no ids.
 
     @property
     def prompt_tokens(self) -> int:
@@ -123,19 +122,19 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 class Completion(ReplyHeader, frozen=True, kw_only=True):
     choices: list[Choice]  # In the order of the prompts.
-    policy_version: int  # Negative for weights that the run never published.
+    policy_version: int  # Negative for unpublished weights.
 
 
 class MessageDelta(SampledTokens, frozen=True, kw_only=True):
-    """New text and tokens of one choice, not aligned, because text may be held back."""
+    """Text and tokens are not aligned, because text may be held back."""
 
     index: int
-    content: str = ""  # Text that can no longer change.
+    content: str = ""
     reasoning: str = ""
 
 
 class EventStream(ABC):
-    """A streamed reply. Each method returns the bytes to send now."""
+    """Methods return the bytes to send now."""
 
     @abstractmethod
     def start(self) -> bytes: ...
@@ -145,7 +144,7 @@ class EventStream(ABC):
 
     @abstractmethod
     def finish(self, completion: Completion) -> bytes:
-        """Return the last events, after `delta` has had everything and the calls are recorded."""
+        """Called once the calls are recorded."""
 
     @abstractmethod
     def failure(self, error: GatewayError) -> bytes: ...
@@ -155,20 +154,20 @@ CallT = TypeVar("CallT", bound=ModelCall)
 
 
 class Dialect(ABC, Generic[CallT]):
-    """A wire format. A subclass's docstring is the API documentation of its route."""
+    """A subclass's docstring is the API documentation of its route."""
 
     path: ClassVar[str]
 
     def __init__(
         self, tokenizer: LightTokenizer, *, agent_mode: bool = False, no_images: str | None = ONLY_TEXT
     ) -> None:
-        """`no_images`: why messages may have none. None: they may."""
+        """`no_images`: why messages may have none; None allows images."""
         self.tokenizer = tokenizer
         self.agent_mode = agent_mode
         self.no_images = no_images
 
     def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
-        """Raises GatewayError 400, also for a call beyond one of `limits`."""
+        """Raises GatewayError 400, also beyond one of `limits`."""
         if not self.agent_mode:
             return within_limits(parse(body))
         body, ignored = without_agent_fields(self.path, body)
@@ -177,7 +176,7 @@ class Dialect(ABC, Generic[CallT]):
 
     @abstractmethod
     def parse(self, body: bytes) -> CallT:
-        """Raises GatewayError 400 with the field."""
+        """Raises GatewayError 400."""
 
     @abstractmethod
     def reply(self, call: CallT, completion: Completion) -> dict[str, Any]: ...
@@ -198,8 +197,6 @@ class Dialect(ABC, Generic[CallT]):
 
 
 class TokenCounter(Dialect[CallT]):
-    """A dialect with a second route that counts a prompt's tokens."""
-
     count_path: ClassVar[str]
 
     @abstractmethod
@@ -211,12 +208,12 @@ class TokenCounter(Dialect[CallT]):
 
 
 def within_limits(call: CallT) -> CallT:
-    """Raise GatewayError 400 beyond a limit of every wire format."""
+    """Raises GatewayError 400."""
     limits.MODEL_CHARS.check(len(call.model))
     limits.PREVIOUS.check(len(call.previous or ""))
     limits.MESSAGES.check(len(call.messages))
     for index, message in enumerate(call.messages):
-        if len(message) > 2:  # Besides role and content.
+        if len(message) > 2:
             _check_message(message, index)
     for stop in call.stop:
         limits.STOP_CHARS.check(len(stop))
@@ -260,7 +257,7 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 def reasoning_tokens(tokenizer: LightTokenizer, choice: Choice) -> int:
-    """Count the sampled ids that are reasoning, with markers; 0 for formats with another end marker."""
+    """Count the reasoning ids, with markers; 0 for formats with another end marker."""
     marker = tokenizer.convert_tokens_to_ids(THINK_END)
     if marker is None or not choice.message.get("reasoning_content"):
         return 0

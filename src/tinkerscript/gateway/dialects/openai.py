@@ -1,4 +1,4 @@
-"""Shared parts of OpenAI's formats: errors, request fields, logprob entries, usage, stream chunks."""
+"""Shared parts of OpenAI's formats."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OpenAIDialect(Dialect[CallT]):
 
 class _StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None  # We do not pad chunks.
+    include_obfuscation: Literal[False] | None = None
 
 
 class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -78,7 +78,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: Annotated[Any, Unsupported(0)] = None
 
     def shared_arguments(self) -> dict[str, Any]:
-        """Return arguments of `ModelCall`. Raises GatewayError 400."""
+        """Raises GatewayError 400."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not all(stop):
             raise invalid("stop", "a stop string must not be empty")
@@ -97,7 +97,6 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
-    # Each prompt counts once, regardless of its choices.
     prompt_tokens = sum(map(len, call.prompts)) // 4 or completion.prompt_tokens
     completion_tokens = sum(choice.num_tokens for choice in completion.choices)
     return {
@@ -108,7 +107,7 @@ def usage_of(call: ModelCall, completion: Completion) -> dict[str, int]:
 
 
 def envelope_of(header: ReplyHeader, prefix: str, kind: str) -> dict[str, Any]:
-    # Unknown before sampling, and negative for weights without a version.
+    # Unknown before sampling.
     version = header.policy_version if isinstance(header, Completion) else -1
     return {
         "id": f"{prefix}-{header.call_id}",
@@ -149,10 +148,7 @@ class ChunkStream(EventStream):
 def logprob_entries(
     tokenizer: LightTokenizer, call: ModelCall, tokens: SampledTokens
 ) -> list[dict[str, Any]]:
-    """Return an entry per sampled id, including the stop token.
-
-    Our `token_id` is always there, because several ids may have the same text.
-    """
+    """Includes the stop token. Our `token_id` is needed because several ids may have the same text."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {

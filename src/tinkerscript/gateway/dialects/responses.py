@@ -1,11 +1,7 @@
-"""OpenAI Responses: the route, its replies and its events.
+"""OpenAI Responses: the route, its replies and its events (docs/protocol.md).
 
-Our extensions are `top_k` and `return_token_ids`, which adds `prompt_token_ids` and `token_ids` (with a
-grammar also `constrained`). Ids are the call's id with a prefix (`resp_`; for items `rs_`, `msg_`, `fc_`), so
-that a conversation sent back names the call.
-
-Invariant: items come one after another, and the last event repeats them. Function calls come last, each with
-its arguments in one delta.
+Ids are the call's id with a prefix (`resp_`; for items `rs_`, `msg_`, `fc_`), so that a conversation sent
+back names the call. Function calls come last, each with its arguments in one delta.
 
 Source: https://platform.openai.com/docs/api-reference/responses/object,
 https://platform.openai.com/docs/api-reference/responses-streaming
@@ -147,7 +143,6 @@ class ResponseEvents(EventStream):
 
         self._items = 0
 
-        # The open item, without its text.
         self._open: Item | None = None
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -177,7 +172,7 @@ class ResponseEvents(EventStream):
     def failure(self, error: GatewayError) -> bytes:
         # OpenAI's clients raise the `error`; others wait for the failed response.
         flat = {"code": error.code, "message": error.message, "param": error.param}
-        # The `error` has our code; a response may only have one of OpenAI's.
+        # A response may only have one of OpenAI's codes.
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"code": code, "message": error.message}
         response = self._pending | {"status": "failed", "error": failed}

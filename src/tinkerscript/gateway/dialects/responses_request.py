@@ -1,12 +1,11 @@
 """OpenAI Responses: requests for a response and for the token count of its prompt.
 
-`previous_response_id` continues a response of the same claim, even after a restart and regardless of `store`.
-Outside episodes, a model keeps the latest responses in memory unless `store` is false. As with OpenAI,
-instructions do not carry over, and tools must be sent again.
+`previous_response_id` continues a response of the same claim. Outside episodes, a model keeps the latest
+responses in memory unless `store` is false.
 
-Invariant: the items of a response, sent back unchanged, become the one message that was sampled, with or
-without its reasoning. Consecutive items belong to one message while they keep a reply's order (reasoning,
-text, calls) and no id contradicts that.
+A response's items, sent back with or without reasoning, become the one message that was sampled. Consecutive
+items belong to one message while they keep a reply's order (reasoning, text, calls) and no id contradicts
+that.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -115,7 +114,7 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    # Ignored: arguments stay as the model sampled them.
+    # Arguments stay as the model sampled them.
     strict: bool = False
     allowed_callers: Annotated[Any, Unsupported(["direct"])] = None
     defer_loading: Annotated[Any, Unsupported(False)] = None
@@ -124,10 +123,10 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
-    """Raises GatewayError 400 for unsupported content."""
+    """Raises GatewayError 400."""
     conversation = _Conversation()
     if instructions:
-        # Marked, because a response that continues this one drops it.
+        # Marked, because a continuation drops it.
         conversation.messages.append({"role": "system", "content": instructions, "instructions": True})
     if isinstance(items, str):
         conversation.messages.append({"role": "user", "content": items})
@@ -154,7 +153,7 @@ def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
 
 
 def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Map the model's name for a tool to its namespace and name."""
+    """Map the model's names for tools to namespaces and names."""
     return {
         namespaced(space["name"], tool["name"]): (space["name"], tool["name"])
         for space in tools
@@ -168,7 +167,6 @@ def namespaced(namespace: str, name: str) -> str:
 
 
 def _tools_of(space: _Namespace, where: str) -> Iterable[Tool]:
-    # The model sees one description per tool.
     for index, inner in enumerate(space.tools):
         function = _tool(inner, f"{where}.tools[{index}]")["function"]
         described = [text for text in (space.description, function.get("description")) if text]
@@ -288,9 +286,8 @@ class ResponsesCall(ModelCall, frozen=True, kw_only=True):
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {**ModelCall.FIELD_NAMES, "json_schema": "text.format"}
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    # Keys are the model's names for the tools.
     namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
-    encrypted_reasoning: bool = False  # Reasoning items repeat their text in `encrypted_content`.
+    encrypted_reasoning: bool = False  # Repeats reasoning in `encrypted_content`.
 
 
 class _Format(Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):
@@ -367,7 +364,7 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> ResponsesCall:
-    """Raises GatewayError 400 with the field."""
+    """Raises GatewayError 400."""
     request = decode(_REQUEST, body)
     include, prompt = _include(request.include or ()), _prompt_arguments(request)
     return ResponsesCall(

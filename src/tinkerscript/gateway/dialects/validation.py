@@ -1,7 +1,4 @@
-"""Parse requests strictly into typed structs, with errors that name the field.
-
-Invariant: a field is honored or refused by name. A null field counts as not set.
-"""
+"""Parse requests strictly into typed structs, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -31,13 +28,13 @@ DIRECT = {"type": "direct"}  # The model itself called the tool.
 
 
 class Unsupported:
-    """Marks a known field that is refused unless it is null or one of `values`, which have no effect."""
+    """Marks a known field that is refused unless null or one of `values`, which have no effect."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
 
 
-SHOWN_CHARS = 80  # Quoted values in errors are cut here.
+SHOWN_CHARS = 80
 
 
 def sampling_arguments(request: Any) -> dict[str, Any]:
@@ -52,7 +49,7 @@ def sampling_arguments(request: Any) -> dict[str, Any]:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Raises GatewayError 400 with the field."""
+    """Raises GatewayError 400."""
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -128,7 +125,7 @@ def unsupported_content(kind: object, where: str, reason: str = ONLY_TEXT) -> Ga
 
 
 def required_tools(names: Sequence[str] | None, tools: Sequence[Tool]) -> list[str]:
-    """Return the tools of which one must be called. Raises GatewayError 400."""
+    """Raises GatewayError 400."""
     known = [tool["function"]["name"] for tool in tools]
     names = known if names is None else names
     for name in names:

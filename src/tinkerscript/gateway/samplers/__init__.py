@@ -1,4 +1,4 @@
-"""Samplers over the user's inference servers: vLLM."""
+"""Samplers over the user's inference servers."""
 
 from tinkerscript.gateway.samplers.remote import RemoteSampler, remote_sampler
 

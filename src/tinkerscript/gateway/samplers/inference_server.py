@@ -1,7 +1,7 @@
 """`Upstream` is the HTTP connection to a server that samples for us.
 
-Invariants: a request that may have sampled is retried at most once, and only before the first byte of a
-reply. A cancelled request closes its connection, which stops the server's work.
+A request that may have sampled is retried at most once, and only before the first byte of a reply. A
+cancelled request closes its connection, which stops the server's work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONTEXT = re.compile(r"context length|maximum context|longer than the model|max
 _SHOWN = 500
 
 
-# Before the first byte of a reply, these mean that none will come.
+# Before the first byte, these mean that no reply will come.
 _NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError)
 
 
@@ -43,7 +43,7 @@ class Upstream:
         timeout_s: float = 300.0,
         name: str = "",
     ) -> None:
-        """`base_url` may end in `/v1`. Errors never contain the key."""
+        """Errors never contain the key."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
         self.name = name or f"the inference server {self.url}"
         self._key = api_key
@@ -62,11 +62,10 @@ class Upstream:
         )
 
     async def get(self, path: str) -> bytes | None:
-        """Returns None if the path does not exist. Raises GatewayError."""
+        """Returns None if the path does not exist."""
         return await self._send("GET", path, None)
 
     async def post(self, path: str, body: Any) -> bytes:
-        """Send JSON and return the body. Raises GatewayError."""
         async with self.slot():
             reply = await self._send("POST", path, body)
         if reply is None:
@@ -74,11 +73,10 @@ class Upstream:
         return reply
 
     async def post_optional(self, path: str, body: Any) -> bytes | None:
-        """Like `post`, without the limit on concurrency. None if the path does not exist."""
+        """Like `post`, without the limit on concurrency. Returns None if the path does not exist."""
         return await self._send("POST", path, body)
 
     def close(self) -> None:
-        """Cancel open requests and refuse new ones."""
         self._is_closed = True
         for limit in self._open:
             if not limit.expired():
@@ -140,7 +138,7 @@ class Upstream:
             if _CONTEXT.search(said):
                 raise GatewayError(400, "context_length_exceeded", said, param="messages")
             raise GatewayError(400, "invalid_request", f"{self.name} refused the request: {said}")
-        if status in (401, 403):  # The message may contain parts of the key.
+        if status in (401, 403):  # May contain parts of the key.
             message = f"{self.name} refused our key (HTTP {status}); see {self._key_setting}"
             raise GatewayError(502, "engine_error", message)
         if status in (408, 504):

@@ -1,7 +1,4 @@
-"""The start-up probe measures the behavior of an inference server before an episode depends on it.
-
-Invariant: every fact is observed in replies, not derived from a version.
-"""
+"""The start-up probe observes an inference server's behavior before an episode depends on it."""
 
 from __future__ import annotations
 
@@ -17,22 +14,22 @@ from tinkerscript.gateway.samplers.vllm import VLLM_REMEDIES, ServerDescription,
 from tinkerscript.rollouts.call import LogprobKind, pack_ids
 from tinkerscript.sampler import SampleRequest
 
-PROBE_TOP = 5  # OpenAI's limit, so every server allows it.
-HOT = 2.0  # A second temperature, which every server accepts.
+PROBE_TOP = 5  # OpenAI's limit.
+HOT = 2.0
 CLEAR_GAP = 0.3  # Nats between two tokens, to recognize the kind of logprobs.
 RATIO_MARGIN = 0.15  # Low-precision kernels add noise.
 SAMPLES = 4
-TOKENS = 32  # Sampled at temperature 1 and scored again.
-MAX_MEAN_GAP = 0.1  # Nats between reported and rescored logprobs: prefill and decode differ.
+TOKENS = 32
+MAX_MEAN_GAP = 0.1  # In nats: prefill and decode differ.
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     version: str
     model: str
-    max_context: int  # Tokens of prompt and reply together.
+    max_context: int
     logprob_kind: LogprobKind
-    rescored: bool  # Sampled tokens were scored again as a prompt, with the same logprobs.
+    rescored: bool  # Sampled tokens had the same logprobs in a prompt.
     weight_version: str | None
 
     def describe(self) -> str:
@@ -47,7 +44,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Probe:
     server: VllmServer
     model: str
-    prompts: Sequence[list[int]]  # Ids. The first few tokens of a chat suffice.
+    prompts: Sequence[list[int]]
 
     async def run(
         self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True

@@ -1,6 +1,6 @@
 """`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config.
 
-Invariants: every sampler is probed before use, and a request that cannot be honored fully is refused.
+Every sampler is probed before use, and a request that cannot be honored fully is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from tinkerscript.sampler import (
 PROGRESS_POLL_S = 0.25
 
 PROBE_TIMEOUT_S = 60.0  # The first requests may compile kernels.
-# User messages that the probe answers.
 PROMPTS = ("Tell me something.", "Write one sentence about the sea.", "What is 17 + 25?")
 # Cases that tokenizers handle differently.
 TOKENIZER_TEXT = "Ünïcode 漢字 12345\n\n\tdef f(x): return x  # e\u0301 🙂"
@@ -46,7 +45,7 @@ class RemoteSampler(Sampler):
     server: VllmServer
     facts: ServerFacts  # Without a `weight_version`, the server is not asked again.
     timeout_s: float = 300.0
-    cache_salt: str = ""  # Requests with different salts never share the server's prefix cache.
+    cache_salt: str = ""  # Different salts never share the server's prefix cache.
     # Finds stop strings that earlier weights began. None if samples cannot be cut.
     text: Callable[[list[int]], str] | None = None
 
@@ -55,7 +54,6 @@ class RemoteSampler(Sampler):
         self._is_cut = asyncio.Event()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Sample, without reporting progress."""
         refuse_unsupported(
             request,
             "an inference server",
@@ -93,7 +91,7 @@ class RemoteSampler(Sampler):
         return replace(self, text=None)
 
     def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:
-        # The server only finds stop strings that begin after the earlier part of the reply.
+        # The server finds only stop strings that begin after the earlier part of the reply.
         text, stops = self.text, request.stop
         if not (text and stops and request.sampled):
             return None
@@ -157,7 +155,7 @@ def _sequence(sample: ServerSample, top: int) -> SampledSequence:
 
 
 def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, float]]:
-    # A server may add the sampled token to the requested ones.
+    # A server may add the sampled token.
     return sorted(logprobs.items(), key=lambda pair: -pair[1])[:number]
 
 
@@ -187,7 +185,7 @@ def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, tim
 async def examine(
     server: VllmServer, config: InferenceConfig, model_folder: Path, *, rescore: bool = True
 ) -> ServerFacts:
-    """Wait for the server, choose its model, and probe it. Raises ConfigError."""
+    """Raises ConfigError."""
     renderer = ChatRenderer(model_folder)
     description = await _description(server, config.start_timeout_s)
     model = _choose_model(description, config, server)
@@ -225,7 +223,7 @@ def _choose_model(description: ServerDescription, config: InferenceConfig, serve
 
 
 def api_key(variable: str, environ: Mapping[str, str]) -> str:
-    """Raises ConfigError for a variable that is not set."""
+    """Raises ConfigError for an unset variable."""
     if not variable:
         return ""
     key = environ.get(variable, "").strip()

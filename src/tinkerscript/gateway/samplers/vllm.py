@@ -9,19 +9,15 @@ are at https://github.com/vllm-project/vllm:
 - `logprobs: n` reports `token_logprobs` and `top_logprobs` (the sampled token and the n most likely
   ones), with -9999.0 for anything lower. `--max-logprobs` (20) is the largest n.
 - `--logprobs-mode` (since 0.10, pull/21398): the default `raw_logprobs` is at temperature 1.
-  `processed_logprobs` is after temperature, top-p and top-k, and normalized over the remaining tokens.
-  `raw_logits` and `processed_logits` are not log probabilities.
-- Omitted parameters default to the model's generation_config.json, not to OpenAI's, so we send all.
+  `processed_logprobs` is after temperature, top-p and top-k, normalized over the remaining tokens.
+- Omitted parameters default to the model's generation_config.json, so we send all.
 - `token_ids` include the stop token, or every token up to the one that completes a stop string.
-  `stop_reason` is that id or string, and null for the model's own end-of-sequence token. `ignore_eos`
-  keeps the request's stop ids, so that a turn ends at exactly those.
-- `prompt_logprobs: 0` adds a list with one dict per prompt token, keyed by its id; the first is null.
+  `ignore_eos` keeps the request's stop ids.
+- `prompt_logprobs: 0` adds one dict per prompt token, keyed by its id; the first is null.
 - n > 1 with a seed samples n different sequences, as if with consecutive seeds.
 - Streaming through tool parsers loses ids (issues/27482), but completions have no parser. Each chunk
-  has a choice's new `token_ids` and `token_logprobs`, the first also `prompt_token_ids`, the last
-  `finish_reason`. We stream only samples that may have to be cut.
+  has new `token_ids` and `token_logprobs`, the first also `prompt_token_ids`.
 - `finish_reason: abort` ends requests that `/pause` or `/abort_requests` dropped.
-- Servers started for weight updates report their version at `GET /weight_info`.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.rollouts.call import StopReason, unpack_ids
 from tinkerscript.sampler import SampleRequest
 
-TOKEN_ID = "token_id:"  # The prefix of an id in place of a token's text.
+TOKEN_ID = "token_id:"
 VLLM_REMEDIES = {
     "ids": "use vLLM 0.10.2 or newer (return_token_ids), with no proxy between that drops fields",
     "stop": "vLLM reports the stop token in token_ids; check for a proxy that alters replies",
@@ -58,14 +54,14 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
     logprobs: list[float]  # -9999.0 and NaN stand for values that the server could not send.
     stop_reason: StopReason
-    top: list[dict[int, float]] = []  # The most likely ids at each position, if requested.
-    scores: list[float] = []  # Logprobs of the prompt's tokens from `score_from` on, at temperature 1.
-    is_cut: bool = False  # By a `Cut`; `stop_reason` is then meaningless.
+    top: list[dict[int, float]] = []
+    scores: list[float] = []  # Of the prompt from `score_from` on, at temperature 1.
+    is_cut: bool = False  # By a `Cut`; makes `stop_reason` meaningless.
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Ends samples early. The result is what was sampled so far."""
+    """Ends samples early, keeping their tokens."""
 
     event: asyncio.Event
     # Whether a sample is complete for a reason unknown to the server.
@@ -74,10 +70,10 @@ class Cut:
 
 class ServerDescription(msgspec.Struct, frozen=True, kw_only=True):
     models: list[str]
-    max_context: int  # Tokens of prompt and reply together.
+    max_context: int
     adapters: list[str] = []
     version: str = "unknown"
-    weight_version: str | None = None  # The server's name for its weights.
+    weight_version: str | None = None
 
 
 class _Logprobs(msgspec.Struct):
@@ -108,7 +104,7 @@ class _Failure(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    error: _Failure | None = None  # Ends a stream, with the status that a plain reply would have.
+    error: _Failure | None = None  # Ends a stream, with the status of a plain reply.
 
 
 class _Completion(msgspec.Struct):
@@ -168,10 +164,8 @@ class VllmServer:
         score_from: int | None = None,
         cut: Cut | None = None,
     ) -> list[ServerSample]:
-        """Return `request.num_samples` samples, in order.
-
-        `score_from` is the first prompt position to score. Raises GatewayError 400 for a refused request, 502
-        for a reply without ids or with a contradiction, and 503 or 504 without a reply.
+        """`score_from` is the first prompt position to score. Raises GatewayError 400 for a refused request,
+        502 for a reply without ids or with a contradiction, and 503 or 504 without a reply.
         """
         prompt = unpack_ids(request.prompt).tolist()
         asked = request_body(request, prompt, model, cache_salt, score_from)
@@ -245,7 +239,6 @@ class VllmServer:
         await self.resume()
 
     async def resume(self) -> None:
-        """Let the server sample again. Idempotent."""
         await self._control("/resume")
 
     async def sleep(self) -> None:
@@ -309,7 +302,7 @@ class _Streamed:
 def request_body(
     request: SampleRequest, prompt: list[int], model: str, cache_salt: str, score_from: int | None
 ) -> dict[str, Any]:
-    # Every parameter is sent that may have another default.
+    # Send every parameter that may have another default.
     stop_token_ids = [*request.stop_token_ids, *request.extra_stop_ids]
     body: dict[str, Any] = {
         "model": model,
@@ -405,7 +398,7 @@ def _stop_reason(reason: str | None) -> StopReason:
 
 
 def metric(body: bytes | None, name: str, *, at: str) -> float:
-    """Sum a metric in Prometheus' text format. Raises GatewayError 502."""
+    """Raises GatewayError 502."""
     pattern = rf"^{name}(?:{{[^}}]*}})? (\S+)$"
     found = re.findall(pattern, (body or b"").decode(errors="replace"), re.MULTILINE)
     if not found:
@@ -418,13 +411,13 @@ def contradiction(message: str) -> GatewayError:
 
 
 def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raise GatewayError 502 unless there is one log probability per id."""
+    """Raises GatewayError 502 unless there is one log probability per id."""
     if len(ids) != len(logprobs):
         raise contradiction(f"logprob and token counts differ ({len(logprobs)} and {len(ids)})")
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
-    """Raise GatewayError 502 if the server reports another prompt than `sent`."""
+    """Raises GatewayError 502 if the server reports another prompt than `sent`."""
     if used is not None and list(used) != list(sent):
         raise contradiction(
             f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"

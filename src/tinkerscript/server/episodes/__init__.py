@@ -1,1 +1,1 @@
-"""The episodes of a run: the record and its states, the leases, the indexes, and the book."""
+"""The episodes of a run: records, states, leases, indexes, and the book."""

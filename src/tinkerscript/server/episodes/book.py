@@ -1,9 +1,9 @@
 """`EpisodeBook`: every episode of a run, and who may claim, renew, end, abort, cancel, retry or drop which.
 
-Invariants: an episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result
-counts only from the claim that holds the lease; a failure that a trainer may have used is final. The book
-holds all episodes that are not consumed and about the last `KEPT` consumed ones; the ledger has the rest
-(`recall`). No I/O, no asyncio, injected clocks. Operations cost O(log n), except an operator's pages.
+An episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result counts only from
+the claim that holds the lease; a failure that a trainer may have used is final. The book holds all episodes
+that are not consumed and about the last `KEPT` consumed ones; the ledger has the rest (`recall`). No I/O, no
+asyncio, injected clocks. Operations cost O(log n), except an operator's pages.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from tinkerscript.server.episodes.record import (
     content_digest,
 )
 
-# These failures are not the attempt's fault. After `MAX_FORGIVEN` they do count, so that no client can keep
-# an episode from ending.
+# Not the attempt's fault. After `MAX_FORGIVEN` they do count, so that no client can keep an episode from
+# ending.
 FORGIVEN_KINDS = (HANDED_BACK, CLIENT_GONE, CLIENT_STOPPED)
 MAX_FORGIVEN = 20
 
-KEPT = 10_000  # Clients may still ask about recent consumed episodes.
+KEPT = 10_000  # Clients may still ask about recent ones.
 
-# Outcomes in undone steps after which a client's sample cannot train again. None: no such step used it.
+# After these outcomes in undone steps, a client's sample cannot train again. None: no such step used it.
 LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT, Use.STALE)
 
 
@@ -67,21 +67,19 @@ class EpisodeBook:
         self._episodes: dict[str, EpisodeRecord] = {}
         self._unfinished: dict[int, EpisodeRecord] = {}
         self.open_ends: dict[int, EpisodeRecord] = {}
-        """Ended or failed, not consumed, by end number."""
+        """Episodes that are over but not consumed, by end number."""
 
         self._failed: dict[int, EpisodeRecord] = {}
-        """Not dropped, by sequence and in order of failure."""
+        """Episodes that were not dropped, in order of failure."""
 
         self._consumed = deque[str]()
         self._claims: dict[str, dict[str, EpisodeRecord]] = {}
-        """Claims that hold their lease: `client_uuid` -> episode uuid -> episode."""
+        """Running claims: client -> episode uuid -> episode."""
 
         self._claimed: dict[str, EpisodeRecord] = {}
         self._changes = Changes()
         self._next_sequence = 1
         self._next_end = 1
-
-    # Queries
 
     def get(self, uuid: str) -> EpisodeRecord:
         """Raises UnknownEpisodeError."""
@@ -128,23 +126,20 @@ class EpisodeBook:
         return list(islice(reversed(self._failed.values()), limit))
 
     def answered(self, client_uuid: str, claim_request_id: str) -> list[EpisodeRecord] | None:
-        """Episodes that answered this request, if its claims still hold; None if it was never answered."""
+        """Episodes that answered this request and are still held; None for a new request."""
         return self._requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
 
     def unfinished(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """Return a page in the order of sequences."""
+        """In order of sequence."""
         return _page(self._unfinished.values(), after=after, limit=limit)
 
     def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """Return a page in the order of sequences, without dropped episodes."""
         failed = sorted(self._failed.values(), key=attrgetter("sequence"))
         return _page(failed, after=after, limit=limit)
 
     def take_changes(self) -> Changes:
         changes, self._changes = self._changes, Changes()
         return changes
-
-    # What the trainer does
 
     def restore(self, stored: StoredEpisodes) -> None:
         """Fill an empty book. Leases start anew."""
@@ -231,7 +226,7 @@ class EpisodeBook:
         return True
 
     def offer_failure(self, uuid: str) -> EpisodeRecord:
-        """Make a failure final, because a trainer knows it. Raises UnknownEpisodeError."""
+        """A trainer knows the failure, so it is final. Raises UnknownEpisodeError."""
         episode = self.get(uuid)
         if not episode.offered:
             episode.offered = True
@@ -239,7 +234,7 @@ class EpisodeBook:
         return episode
 
     def consume(self, sequence: int) -> None:
-        """Ignore episodes that are unknown or have not ended."""
+        """Ignores episodes that have not ended."""
         episode = self._unfinished.get(sequence)
         if episode is not None and episode.end_number is not None:
             self._consume(episode)
@@ -256,8 +251,8 @@ class EpisodeBook:
         """Resume the run after `step`: keep what its next step can use, and give up the rest.
 
         `used`: sequence -> outcome, for episodes that only undone steps used. `plan_lag`: see `Resume`.
-        `spoiled`: see `Beginning`. Returns the episodes given up, which are consumed. Consumed episodes
-        that can train again become open.
+        `spoiled`: see `Beginning`. Returns the episodes given up, which are consumed. Consumed episodes that
+        can train again become open.
         """
         first = max(1, step + 1 - plan_lag)
         kept, given_up = list[EpisodeRecord](), list[EpisodeRecord]()
@@ -280,7 +275,7 @@ class EpisodeBook:
         for group in groups.values():
             is_spoiled = any(episode.sequence in spoiled for episode in group)
             (kept if _can_train(group, used) and not is_spoiled else given_up).extend(group)
-            for episode in group if is_spoiled else ():  # Undone, so that its sample is asked again.
+            for episode in group if is_spoiled else ():  # Its sample is asked again.
                 episode.undone = resumption
                 self._touch(episode)
         for episode in kept:
@@ -294,7 +289,7 @@ class EpisodeBook:
         return given_up
 
     def planned(self, step: int, *, plan_lag: int = 0) -> list[EpisodeRecord]:
-        """Include episodes planned up to `plan_lag` steps earlier."""
+        """Includes episodes planned up to `plan_lag` steps earlier."""
         found = (
             each
             for each in self._unfinished.values()
@@ -303,12 +298,10 @@ class EpisodeBook:
         return sorted(found, key=attrgetter("sequence"))  # Reopened episodes come last.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
-        """Count the groups that were not set aside. `used`: as in `resume`."""
+        """Count the groups that were not set aside. `used` is as in `resume`."""
         planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
         aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
         return len({each.group_id for each in planned} - aside)
-
-    # What clients do
 
     def claim(
         self,
@@ -320,7 +313,7 @@ class EpisodeBook:
         policy_version: int = 0,
         claim_request_id: str = "",
     ) -> EpisodeRecord | None:
-        """Hand out the oldest registered episode. Requeued ones keep their place.
+        """Hand out the oldest registered episode; requeued ones keep their place.
 
         The caller must check with `answered` that the request is new.
         """
@@ -342,10 +335,7 @@ class EpisodeBook:
         return episode
 
     def held(self, uuid: str, attempt: int) -> EpisodeRecord:
-        """Renew the lease, if this claim holds it.
-
-        Raises UnknownEpisodeError, or NotTheOwnerError with the reason.
-        """
+        """Renew the lease. Raises UnknownEpisodeError or NotTheOwnerError."""
         episode = self.get(uuid)
         _check_holds(episode, attempt)
         self.leases.renew(episode)
@@ -371,7 +361,7 @@ class EpisodeBook:
         return episode
 
     def abort(self, uuid: str, attempt: int, failure: Failure) -> EpisodeRecord:
-        """Fail an attempt: requeue the episode, or fail it if no attempt is left. Idempotent.
+        """Requeue the episode, or fail it if no attempt is left. Idempotent.
 
         Raises UnknownEpisodeError or NotTheOwnerError.
         """
@@ -384,10 +374,7 @@ class EpisodeBook:
         return episode
 
     def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
-        """Fail an episode that no claim could finish.
-
-        Raises UnknownEpisodeError, or NotTheOwnerError if the claim does not hold the lease.
-        """
+        """Fail an episode that no claim could finish. Raises UnknownEpisodeError or NotTheOwnerError."""
         episode = self.get(uuid)
         _check_holds(episode, attempt)
         failure = failure.model_copy(update={"attempt": attempt, "client_uuid": episode.client_uuid})
@@ -409,14 +396,13 @@ class EpisodeBook:
     def release_client(
         self, client_uuid: str, reason: str, *, kind: str = WORKER_DIED
     ) -> list[EpisodeRecord]:
-        """Return the episodes of closed claims."""
         held = list(self._claims.get(client_uuid, {}).values())
         for episode in held:
             self._lose(episode, _failure_of(episode, kind, reason))
         return held
 
     def expire(self) -> list[EpisodeRecord]:
-        """Close claims past their lease or lifetime. Returns their episodes."""
+        """Returns the episodes of closed claims."""
         closed = list[EpisodeRecord]()
         while (found := self.leases.find_expired()) is not None:
             episode, kind, message = found
@@ -424,12 +410,10 @@ class EpisodeBook:
             closed.append(episode)
         return closed
 
-    # What an operator does
-
     def retry(self, uuid: str) -> EpisodeRecord:
         """Requeue a failed episode with new attempts.
 
-        Raises UnknownEpisodeError, or ConflictError if it has not failed or the failure is final.
+        Raises UnknownEpisodeError, or ConflictError with the reason.
         """
         episode = self._get_failed(uuid)
         if stands := episode.why_failure_stands():
@@ -439,7 +423,7 @@ class EpisodeBook:
         return episode
 
     def empty(self, uuids: Iterable[str]) -> set[str]:
-        """Mark episodes, which then cannot train again. Returns the uuids."""
+        """Emptied episodes cannot train again. Returns the consumed ones."""
         emptied = [each for each in map(self.get, uuids) if each.consumed]
         for episode in emptied:
             episode.emptied = True
@@ -448,8 +432,8 @@ class EpisodeBook:
     def drop(self, uuid: str) -> EpisodeRecord:
         """Remove a failed episode from the list of failures. Idempotent.
 
-        One that is not consumed must be in a client's pool, where no trainer waits for it; this consumes
-        it. Raises UnknownEpisodeError, or ConflictError with the reason.
+        In a client's pool, where no trainer waits for it, this also consumes it. Raises UnknownEpisodeError
+        or ConflictError.
         """
         episode = self._get_failed(uuid)
         if not episode.consumed:
@@ -471,8 +455,6 @@ class EpisodeBook:
             raise ConflictError(f"episode {uuid!r} is {episode.status}, not failed")
         return episode
 
-    # State changes
-
     def _enter(self, episode: EpisodeRecord) -> None:
         self._episodes[episode.uuid] = episode
         self.counts.count(episode, +1)
@@ -487,7 +469,7 @@ class EpisodeBook:
             self._failed[episode.sequence] = episode
 
     def _move(self, episode: EpisodeRecord, state: State) -> None:
-        """Nothing else changes a state. Raises ConflictError for an illegal transition."""
+        """Raises ConflictError for an illegal transition."""
         if state not in TRANSITIONS[episode.state]:
             raise ConflictError(f"episode {episode.uuid!r} cannot go from {episode.state} to {state}")
         if episode.state == "registered":
@@ -542,8 +524,7 @@ class EpisodeBook:
         self._move(episode, state)
 
     def _lose(self, episode: EpisodeRecord, failure: Failure, *, fault: str = "") -> None:
-        """Requeue the episode while it has attempts left. `FORGIVEN_KINDS` are requeued anyway, up to
-        `MAX_FORGIVEN` times."""
+        """Requeue the episode while it has attempts left, or after `FORGIVEN_KINDS`."""
         if failure.kind in FORGIVEN_KINDS and _forgiven(episode) < MAX_FORGIVEN:
             episode.forgiven += 1
             fault = ""
@@ -595,7 +576,8 @@ def _is_planned(episode: EpisodeRecord) -> bool:
 
 def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
     """Whether no member was cancelled, set aside, given up or emptied, and a result was not left out or
-    stale."""
+    stale.
+    """
     for episode in group:
         is_cancelled = episode.state == "failed" and episode.failures[-1].kind == CANCELLED
         gone = episode.consumed and used.get(episode.sequence, Use.SET_ASIDE) in (Use.SET_ASIDE, Use.GIVEN_UP)

@@ -1,15 +1,9 @@
-"""Queues and indexes over a run's episodes.
+"""Queues and indexes over a run's episodes. Each agrees with a scan over all episodes.
 
-    ClaimRequests    how each claim request was answered
-    Queues           episodes that wait for a client
-    LongPollQueue    clients that wait for an episode
-    Leases           running claims by deadline
-    StateCounts      episodes in each state
-
-Invariants: each index agrees with a scan over all episodes. A claim request gets new claims once; repeated
-while one of those claims holds, it gets the same ones. A claimable episode wakes the longest-waiting client
-that may claim it, and a client that cannot use the wake-up passes it on, so no episode stays idle while a
-client waits for one. Each operation costs O(log n) or less, whatever other pools hold.
+A claim request gets new claims once; repeated while one of them holds, it gets the same. A claimable episode
+wakes the longest-waiting client that may claim it, and a client that cannot use the wake-up passes it on, so
+no episode stays idle while a client waits for one. Each operation costs O(log n) or less, whatever other
+pools hold.
 """
 
 from __future__ import annotations
@@ -34,9 +28,9 @@ from tinkerscript.server.episodes.record import (
     Status,
 )
 
-RequestKey = tuple[str, str]  # `client_uuid` and `claim_request_id`.
+RequestKey = tuple[str, str]
 
-# Consumed episodes that only the ledger has, by pool, type and state.
+# Consumed episodes that only the ledger has.
 PastCounts = Mapping[tuple[str, EpisodeType, State], int]
 
 
@@ -46,12 +40,12 @@ class StoredEpisodes(NamedTuple):
 
     past: PastCounts = MappingProxyType({})
     last_sequence: int = 0
-    """The highest of all episodes, not only the ones present. `last_end` likewise."""
+    """Of all episodes, like `last_end`."""
 
     last_end: int = 0
 
 
-REMEMBERED = 100_000  # Latest answered requests to remember after their claims.
+REMEMBERED = 100_000  # Answered requests to remember after their claims.
 
 
 class ClaimRequests:
@@ -94,7 +88,7 @@ class ClaimRequests:
             self._remember(key)
 
     def answered(self, key: RequestKey) -> list[EpisodeRecord] | None:
-        """Episodes in the order of the reply; None for a new request."""
+        """None for a new request."""
         held = self._held.get(key)
         if held is not None:
             return list(held.values())
@@ -171,12 +165,10 @@ _Waiting = asyncio.Future[Wakeup | None]
 
 
 class LongPollQueue:
-    """Clients wait in order of arrival, by pool and claim type."""
-
     def __init__(self) -> None:
         self._tickets = itertools.count()
         self._queues: dict[tuple[str, ClaimType], OrderedDict[int, _Waiting]] = {}
-        """Ticket -> waiting client. Empty queues are removed."""
+        """Ticket -> waiting client, without empty queues."""
 
         self._copies: dict[RequestKey, set[_Waiting]] = {}
 
@@ -214,8 +206,7 @@ class LongPollQueue:
     ) -> Wakeup | None:
         """Wait until it is worth trying to claim again, or `answered(request)` is called.
 
-        Returns a wake-up to pass on, or None. Raises TimeoutError. A wake-up during a timeout or
-        cancellation is passed on.
+        Returns a wake-up to pass on, or None. Raises TimeoutError.
         """
         ticket = next(self._tickets)
         client: _Waiting = asyncio.get_running_loop().create_future()
@@ -256,13 +247,11 @@ def _wake(client: _Waiting) -> None:
         client.set_result(None)
 
 
-# Claims with a running model call are checked this often at most.
 CHECKED_S = 1.0
 
 
 class Leases:
-    """Running claims by deadline. A lease expires `lease_s` after the last activity, at the latest at
-    `ends_at`."""
+    """A lease expires `lease_s` after the last activity, at the latest at `ends_at`."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], *, max_claim_s: float) -> None:
         """`clock` measures leases, `wall` (Unix time) lifetimes, also across restarts."""
@@ -283,18 +272,18 @@ class Leases:
         episode.renewed_at = self._clock()
 
     def begin_call(self, episode: EpisodeRecord) -> None:
-        """Keep the lease until the model call ends."""
+        """Keeps the lease until the model call ends."""
         episode.calls_in_flight += 1
         self.renew(episode)
 
     def end_call(self, episode: EpisodeRecord, attempt: int) -> None:
-        """End a model call, and renew the lease unless the claim is lost."""
+        """Renews the lease unless the claim is lost."""
         if episode.state == "claimed" and episode.attempt == attempt:
             episode.calls_in_flight -= 1
             self.renew(episode)
 
     def next_deadline(self) -> float | None:
-        """When to look for expired claims; None: no claims."""
+        """None without claims."""
         while self._heap:
             at, sequence, attempt, episode = self._heap[0]
             if episode.state != "claimed" or episode.attempt != attempt:
@@ -325,7 +314,6 @@ class Leases:
         return max(0.0, episode.ends_at - self._clock())
 
     def lease_left_s(self, episode: EpisodeRecord) -> float:
-        """Seconds until the last claim expires without activity."""
         now = self._clock()
         active_at = now if episode.calls_in_flight else episode.renewed_at
         return max(0.0, min(active_at + episode.lease_s, episode.ends_at) - now)
@@ -347,15 +335,15 @@ class StateCounts:
         self._pools: dict[str, dict[Status, int]] = {TRAINER_POOL: _zeros()}
         self._unfinished: dict[str, int] = {}
         self._payloads: dict[str, int] = {}
-        """Pool -> payload bytes of unfinished episodes."""
+        """Payload bytes of unfinished episodes, by pool."""
 
         self.clients_bytes = 0
-        """Share of `limits.ALL_POOLS_BYTES` in clients' pools."""
+        """Share of `limits.ALL_POOLS_BYTES`."""
 
         self._failures: dict[EpisodeType, int] = dict.fromkeys(EPISODE_TYPES, 0)
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
-        """`step` is +1 when the episode enters its state, -1 when it leaves."""
+        """`step`: +1 when the episode enters its state, -1 when it leaves."""
         self._types[episode.episode_type][episode.status] += step
         pool = self._pools.get(episode.pool)
         if pool is None:
@@ -378,7 +366,7 @@ class StateCounts:
             self.clients_bytes += len(episode.payload) + EPISODE_BYTES
 
     def finished(self, episode: EpisodeRecord) -> None:
-        """Stop counting an episode, which must still have its payload."""
+        """The episode must still have its payload."""
         left = self._unfinished[episode.pool] - 1
         self._payloads[episode.pool] -= len(episode.payload)
         if episode.pool != TRAINER_POOL:
@@ -406,7 +394,7 @@ class StateCounts:
         }
 
     def failures(self) -> dict[EpisodeType, int]:
-        """These counts never decrease."""
+        """Never decreases."""
         return dict(self._failures)
 
 

@@ -1,6 +1,6 @@
-"""`EpisodeRecord`: an episode in memory, its states and legal transitions, and its rows in the ledger.
+"""`EpisodeRecord`: an episode in memory, its states, and its rows in the ledger.
 
-Invariant: only `EpisodeBook` changes a state, and only along `TRANSITIONS`.
+Only `EpisodeBook` changes a state, and only along `TRANSITIONS`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
     "failed": frozenset({"registered"}),
 }
 
-# What clients see: an `ended` episode is `accepted` once consumed.
+# An `ended` episode is `accepted` once consumed.
 Status = Literal["registered", "claimed", "ended", "accepted", "failed"]
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 
-# Kinds of failures that only the server records.
-UNDELIVERABLE = "undeliverable"  # The result is too large for a message to the trainer.
+# Only the server records these kinds.
+UNDELIVERABLE = "undeliverable"
 CANCELLED = "cancelled"
 BAD_PAYLOAD = "bad_payload"  # The payload fits in no reply.
 LEASE_EXPIRED = "lease_expired"
-CLAIM_EXPIRED = "claim_expired"  # The claim's maximum lifetime is over.
-CLIENT_GONE = "client_gone"  # The client disconnected before it got the claim.
+CLAIM_EXPIRED = "claim_expired"
+CLIENT_GONE = "client_gone"
 WORKER_DIED = "worker_died"  # Reported by its trainer.
 CLIENT_STOPPED = "client_stopped"
 
@@ -54,23 +54,22 @@ EPISODE_TYPES: tuple[EpisodeType, ...] = ("train", "eval")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EpisodeRecord:
-    """`EpisodeRow` explains the stored fields without a docstring here."""
+    """`EpisodeRow` explains the stored fields."""
 
     uuid: str
     sequence: int
     episode_type: EpisodeType
     group_id: str
     digest: bytes
-    """Tells a repeated registration from a different one."""
+    """Identifies a repeated registration."""
 
     payload: bytes
-    """JSON object. Dropped from memory once consumed."""
+    """JSON; dropped from memory once consumed."""
 
     sample: bytes
-    """Digest of the payload, its key in the ledger."""
+    """The payload's digest, which is its key in the ledger."""
 
     pool: str = TRAINER_POOL
-    """Only clients that ask for this pool can claim the episode."""
 
     group_size: int = 0
     step: int = 0
@@ -79,24 +78,24 @@ class EpisodeRecord:
     state: State = "registered"
     claimants: list[str] = field(default_factory=list[str])
     request_ids: list[str] = field(default_factory=list[str])
-    """`claim_request_id` of each claim, oldest first, or empty."""
+    """`claim_request_id` of each claim, or empty."""
 
     forgiven: int = 0
-    """Claims that do not count against `max_attempts`: before the last retry, or handed back."""
+    """Claims that do not count against `max_attempts`."""
 
     lease_s: float = 0.0
     claimed_at: float = 0.0
-    """Unix time of the last claim; 0 before the first."""
+    """Unix time of the last claim."""
 
     queued_at: float = 0.0
-    """Unix time since which it waits; 0: before a restart. Not stored."""
+    """Unix time; 0: before a restart. Not stored."""
 
     queued_s: float | None = None
     renewed_at: float = 0.0
-    """Last activity of the last claim, on the book's clock. Not stored: a restart renews leases."""
+    """On the book's clock. Not stored: a restart renews leases."""
 
     ends_at: float = math.inf
-    """End of the last claim even if active, on the book's clock. Not stored."""
+    """On the book's clock, even if active. Not stored."""
 
     calls_in_flight: int = 0
     policy_version: int = 0
@@ -104,7 +103,7 @@ class EpisodeRecord:
     is_success: bool | None = None
 
     result: bytes = b""
-    """`WorkflowOutput` as JSON. Dropped from memory once consumed."""
+    """`WorkflowOutput` as JSON; dropped from memory once consumed."""
 
     result_digest: bytes = b""
     failures: list[Failure] = field(default_factory=list[Failure])
@@ -122,7 +121,6 @@ class EpisodeRecord:
 
     @property
     def attempt(self) -> int:
-        """Number of the last claim; 0 before the first."""
         return len(self.claimants)
 
     @property
@@ -138,7 +136,7 @@ class EpisodeRecord:
         return min(self.renewed_at + self.lease_s, self.ends_at)
 
     def why_lost(self, attempt: int) -> str:
-        """Why this claim does not hold the lease; empty if it does."""
+        """Why this claim does not hold the lease, or empty."""
         if attempt == self.attempt and self.state == "claimed":
             return ""
         name = f"claim {attempt} of episode {self.uuid}"
@@ -150,7 +148,7 @@ class EpisodeRecord:
         return f"{name} was never made; the last one is {self.attempt}"
 
     def why_failure_stands(self) -> str:
-        """Why this failed episode cannot be retried; empty if it can."""
+        """Why it cannot be retried, or empty."""
         if self.consumed:
             return (
                 f"the trainer has used the failure of episode {self.uuid!r} and its group is closed: "
@@ -166,7 +164,7 @@ class EpisodeRecord:
 
 
 class Claim(NamedTuple):
-    """A snapshot, unchanged while the reply is sent."""
+    """Unchanged while the reply is sent."""
 
     episode_uuid: str
     attempt: int
@@ -190,19 +188,19 @@ class ClosedClaim(NamedTuple):
 class Changes:
     added: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
     saved: dict[str, EpisodeRecord] = field(default_factory=dict[str, EpisodeRecord])
-    """By uuid, without those in `added`."""
+    """By uuid, without those added."""
 
     claimed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Sequence and attempt of each claim that was made. Of the episode's row it changes only the state."""
+    """Sequence and attempt of new claims, which change only the state in the episode's row."""
 
     consumed: dict[int, bool] = field(default_factory=dict[int, bool])
-    """By sequence: what `consumed` has become."""
+    """Sequence -> new value."""
 
     attempts: dict[tuple[int, int], AttemptRow] = field(default_factory=dict[tuple[int, int], AttemptRow])
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 
 
-# Statements run after the rows of their transaction, in which the claim may be over already.
+# Runs after its transaction's rows, when the claim may be over.
 _SET_CLAIMED = """
 UPDATE {s}episodes SET state = 'claimed' WHERE sequence = ? AND state = 'registered' AND EXISTS
     (SELECT 1 FROM {s}attempts WHERE episode = sequence AND attempt = ? AND failure IS NULL)
@@ -262,7 +260,7 @@ def episode_row(episode: EpisodeRecord) -> EpisodeRow:
 
 
 def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
-    """Row of the last claim, or with attempt 0 of an unclaimed episode's end."""
+    """Attempt 0 is an unclaimed episode's end."""
     failure = next((each for each in episode.failures if each.attempt == attempt), None)
     is_claim = attempt > 0
     return AttemptRow(
@@ -281,7 +279,7 @@ def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
 def restored(
     episode: EpisodeRow, attempts: Sequence[AttemptRow], payload: bytes, result: bytes
 ) -> EpisodeRecord:
-    """Rebuild an episode from its rows. `attempts`: in order from 1, then 0."""
+    """`attempts`: in order from 1, then 0."""
     claims = [each for each in attempts if each.attempt]
     failures = [Failure.model_validate_json(each.failure) for each in attempts if each.failure is not None]
     record = EpisodeRecord(

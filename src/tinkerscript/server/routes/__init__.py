@@ -1,1 +1,1 @@
-"""The server's HTTP endpoints: of episodes, of the engine, and of an operator."""
+"""The server's HTTP endpoints."""

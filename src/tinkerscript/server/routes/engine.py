@@ -1,8 +1,7 @@
-"""Endpoints of the engine: sync a training config, start and stop a trainer, get an adapter.
+"""Endpoints of the engine, which need the admin role.
 
-Invariants: at most one trainer is started. It joins over the link like any other, resumes the folder's run,
-and stops with the server. A config is accepted only while the engine is OFFLINE. All routes need the admin
-role.
+At most one trainer is started. It joins over the link like any other, resumes the folder's run, and stops
+with the server.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ SYNCED_CONFIG = "synced_config.yaml"
 TRAIN_COMMAND = (sys.executable, "-m", "tinkerscript", "train")
 LOG_TAIL_BYTES = 65_536
 
-ENDING_S = 30.0  # How long `/start_engine` waits for a trainer to stop.
+ENDING_S = 30.0  # For a trainer to stop.
 
 
 class EngineRoutes:
@@ -60,8 +59,7 @@ class EngineRoutes:
         trainer: Sequence[str] = TRAIN_COMMAND,
         ending_s: float = ENDING_S,
     ) -> None:
-        """`trainer`: command, called with a config, `--join` and the run's folder. `ending_s`: seconds for
-        a trainer to stop."""
+        """`trainer` is called with a config, `--join` and the run's folder."""
         self._run_dir = run_dir
         self._command = trainer
         self._ending_s = ending_s
@@ -75,7 +73,6 @@ class EngineRoutes:
         self._log_begins = 0
 
     def router(self) -> APIRouter:
-        """All routes. They need the admin role."""
         router = APIRouter(tags=["engine"])
         router.post("/sync_train_config")(self.sync_train_config)
         router.post("/start_engine")(self.start_engine)
@@ -94,7 +91,7 @@ class EngineRoutes:
     async def sync_train_config(
         self, body: SyncTrainConfigRequest, response: Response
     ) -> SyncTrainConfigResponse:
-        """Validate and store a training config. Unknown keys are refused by name (422)."""
+        """Validate and store a training config while the engine is OFFLINE. Refuses unknown keys (422)."""
         status = self._interchange.engine.status
         if status != "ENGINE.OFFLINE":
             response.status_code = 409
@@ -132,7 +129,7 @@ class EngineRoutes:
         return SuccessResponse(success=True)
 
     async def stop_engine(self) -> SuccessResponse:
-        """Ask the connected trainer to end its run in order. The run can be resumed."""
+        """Ask the trainer to end its run in order. The run can be resumed."""
         if self._link.connected:
             self._link.send(Stop(reason="/stop_engine"))
         elif self._trainer is not None:
@@ -143,7 +140,6 @@ class EngineRoutes:
         return SuccessResponse(success=True)
 
     async def run(self) -> None:
-        """Watch started trainers. When cancelled, ask a running one to stop."""
         try:
             while True:
                 await self._started.wait()
@@ -165,7 +161,7 @@ class EngineRoutes:
 
     @property
     def _trainer_is_there(self) -> bool:
-        """False after it reported OFFLINE, because it is about to disconnect."""
+        """False once it reported OFFLINE, because it is about to disconnect."""
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
     async def _end_by_force(self) -> None:
@@ -177,7 +173,7 @@ class EngineRoutes:
                 logger.warning("trainer.killed pid=%d", trainer.pid)
                 trainer.kill()
                 await self._ended.wait()
-        if self._trainer_is_there:  # Started by hand: there is no process to kill.
+        if self._trainer_is_there:  # Started by hand, so there is no process to kill.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._ending_s):
                     await self._interchange.offline()

@@ -1,7 +1,6 @@
-"""Endpoints of a claim: claim, end, abort, can continue, heartbeat, and transcript.
+"""Endpoints of a claim. Nothing is answered before it is committed.
 
-Invariants: nothing is answered before it is committed, and a refusal's status tells the client what to do
-(`asgi.Refusals`). Claiming requires the client role, the rest the claim's key. Transcripts are not parsed.
+A refusal's status shows the client how to react (`asgi.Refusals`). Transcripts are not parsed.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from tinkerscript.server.interchange import Interchange
 
 TRANSCRIPT_PATH = "/record_transcript"
 
-# Bytes of transcripts being received at once; further clients must try again.
+# For transcripts received at once; further clients must try again.
 MAX_READING_BYTES = 64 * 2**20
 
 _TRANSCRIPT_BODY: dict[str, Any] = {
@@ -72,8 +71,6 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodeRoutes:
-    """The routes of rollout programs. All are fast routes."""
-
     def __init__(
         self,
         *,
@@ -86,7 +83,6 @@ class EpisodeRoutes:
         gateway_ports: Sequence[int] = (),
         run: str = "",
     ) -> None:
-        """`gateway_ports`: of the gateway processes. `run`: name of the run."""
         self._interchange = interchange
         self._book = interchange.book
         self._ledger = ledger
@@ -106,7 +102,7 @@ class EpisodeRoutes:
         """(scheme, Host header) -> the server's URL, which is slow to build."""
 
     def fast(self) -> dict[str, FastRoute]:
-        """Path -> route. Claiming requires the client role, everything else the claim's key."""
+        """Claiming requires the client role, everything else the claim's key."""
         of_a_claim = self._keys.authorize
         return {
             "/claim_episode": FastRoute(self.claim_episode, partial(self._roles.check, "client")),
@@ -140,7 +136,7 @@ class EpisodeRoutes:
             )
         first, *rest = claims
         more = [EpisodeClaim.model_construct(**claim) for claim in rest]
-        # Faster than `model_construct`, which looks every field up.
+        # Faster than `model_construct`.
         return _CLAIMED.model_copy(update={**first, "more": more})
 
     async def await_run_end(self, body: AwaitRunEndRequest, request: Request) -> AwaitRunEndResponse:
@@ -163,8 +159,7 @@ class EpisodeRoutes:
     async def _readable(
         self, claims: list[Claim], body: ClaimEpisodeRequest, request: Request
     ) -> list[dict[str, Any]] | str:
-        """An episode that cannot be sent fails, with the reason. Returns the `fail_cause` if no claim is
-        left."""
+        """Episodes that cannot be sent fail. Returns the `fail_cause` if no claim is left."""
         url, readable = self._base_url(request), list[dict[str, Any]]()
         for claim in claims:
             try:
@@ -200,7 +195,7 @@ class EpisodeRoutes:
         return f"{base_url}{gateway_path(number)}/v1"
 
     def _claimed(self, claim: Claim, base_url: str, *, with_alias: bool) -> dict[str, Any]:
-        """Fields of an `EpisodeClaim`, not validated again."""
+        """Not validated again."""
         uuid, attempt = claim.episode_uuid, claim.attempt
         return {
             "client_uuid": claim.client_uuid,
@@ -237,7 +232,7 @@ class EpisodeRoutes:
             await asyncio.gather(claiming, gone, return_exceptions=True)
 
     async def _claim_of(self, request: Request, episode_uuid: str = "") -> ClaimId:
-        """The claim of a request's key. Loads its episode into the book."""
+        """Loads the episode into the book."""
         claim = self._keys.claim_of(request.scope, episode_uuid)
         if claim.episode_uuid not in self._book:
             await self._interchange.recall([claim.episode_uuid])
@@ -272,7 +267,7 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     async def _check_calls(self, claim: ClaimId, rewards: Mapping[str, float]) -> None:
-        """Raise HTTPException 422 for a reward of anything but a recorded policy call."""
+        """Raises HTTPException 422 for a reward of anything but a recorded policy call."""
         if self._book.get(claim.episode_uuid).state == "ended":
             return  # A retry: the book compares the content, and the calls may be gone.
         roles = {call.call_id: call.role for call in await self._claims.recorded(*claim)}
@@ -339,8 +334,7 @@ class EpisodeRoutes:
         )
 
     async def record_transcript(self, request: Request) -> SuccessResponse:
-        """Store the transcript of a claim that has not ended, replacing an earlier one. People can read it
-        on the run's page; it does not train."""
+        """Store the transcript of a claim that has not ended, replacing an earlier one, for the page."""
         claim = await self._claim_of(request)
         self._book.held(*claim)
         length = self._transcript_length(request)
@@ -357,7 +351,7 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     def _transcript_length(self, request: Request) -> int:
-        """Raises HTTPException if the body is not accepted (now)."""
+        """Raises HTTPException."""
         try:
             length = int(request.headers["content-length"])
         except (KeyError, ValueError):
@@ -390,7 +384,7 @@ def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
 
 
 def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collection[str]) -> float:
-    """Raises HTTPException 422, naming the field."""
+    """Raises HTTPException 422."""
     for role in output.role_rewards.keys() - {POLICY, *trained_roles}:
         raise HTTPException(
             422,
@@ -398,7 +392,7 @@ def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collect
             f"{', '.join([POLICY, *trained_roles])}",
         )
     try:
-        for role in trained_roles:  # A trained role's name marks that role's reward.
+        for role in trained_roles:  # It marks that role's reward.
             name = f"score/{role}"
             bounded(f"workflow_output.log_metrics.{name}", output.log_metrics.get(name, 0.0), bound)
         return checked_reward(output, bound)

@@ -1,8 +1,7 @@
-"""Endpoints that register episodes: one with its copies, or many at once.
+"""Endpoints that register episodes. Nothing is answered before it is committed.
 
-Invariants: nothing is answered before it is committed, and repeating a registration has no effect. The
-admin registers anywhere, a client into its own pool. Groups in a client's pool are named `POOL/...`, and
-pool names have no slash, so groups cannot collide.
+Repeating a registration has no effect. Groups in a client's pool are named `POOL/...`, and pool names have no
+slash, so groups cannot collide.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class RegistrationRoutes:
         return router
 
     async def register_episode(self, body: RegisterEpisodeRequest, request: Request) -> SuccessResponse:
-        """Register an episode or several copies: a client into its own pool, within its quota; the admin
-        into any pool."""
+        """Register an episode or several copies: a client into its own pool, the admin into any."""
         account, is_admin = self._registering(request)
         new = _new_episode(body)
         await self._interchange.recall(new.uuids)
@@ -52,8 +50,7 @@ class RegistrationRoutes:
     async def register_episodes(
         self, body: RegisterEpisodesRequest, request: Request
     ) -> RegisterEpisodesResponse:
-        """Register many episodes with one commit. Each is registered with all its copies, or refused
-        independently."""
+        """Register many episodes with one commit. Each is registered or refused independently."""
         account, is_admin = self._registering(request)
         registered, refused, waits = list[str](), dict[str, str](), 0
         new_episodes = [_new_episode(each) for each in body.episodes]
@@ -82,7 +79,7 @@ class RegistrationRoutes:
         )
 
     def _register(self, new: NewEpisode, account: str, *, is_admin: bool) -> None:
-        """Raises InterchangeError for a refused episode, and HTTPException 422 for a malformed one."""
+        """Raises InterchangeError, or HTTPException 422 for a malformed episode."""
         if not is_admin:
             _check_own_pool(new)
         self._interchange.clients.check_pool(account, new.pool)
@@ -112,7 +109,6 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
     return NewEpisode(
         episode_uuid=body.episode_uuid,
         episode_type=body.episode_type,
-        # Without a task id, each episode is a group.
         group_id=body.group_id or f"{pool}/{body.task_id or body.episode_uuid}",
         payload=payload,
         pool=pool,
@@ -122,7 +118,7 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
 
 
 def _check_own_pool(new: NewEpisode) -> None:
-    """Raise UnauthorizedError 403 if only the admin may register the episode."""
+    """Raises UnauthorizedError 403."""
     if new.pool == TRAINER_POOL:
         raise UnauthorizedError(
             403,

@@ -1,8 +1,7 @@
-"""Endpoints that show the state (engine, batch, episodes, fleet, metrics), and an operator's.
+"""Endpoints that show the state, and an operator's.
 
 `/health` and `/ready` are open. If tokens are set, an operator's endpoints require the admin's, and the
-others a client's or the claim's key. No reply contains a key. Replies about the fleet cost time per client,
-not per episode.
+others a client's or the claim's key. Replies about the fleet cost time per client, not per episode.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class StatusRoutes:
         self._roles = roles
 
     def router(self) -> APIRouter:
-        """For clients, for claims (with their key), and open ones."""
         router = APIRouter(tags=["interchange"])
         of_client = [Depends(self._require_client)]
         router.get("/get_engine_status", dependencies=of_client)(self.get_engine_status)
@@ -99,7 +97,6 @@ class StatusRoutes:
         return JSONResponse(request.app.openapi())
 
     def admin_router(self) -> APIRouter:
-        """For an operator, with the admin role."""
         router = APIRouter(tags=["operator"])
         router.get("/fleet", response_model=FleetResponse)(self.fleet)
         router.post("/stop_client")(self.stop_client)
@@ -166,8 +163,6 @@ class StatusRoutes:
             raise UnknownEpisodeError(f"claim {claim.attempt} of episode {claim.episode_uuid} has no call")
         return _replayed(calls)
 
-    # What an operator does
-
     async def fleet(self) -> Response:
         """The current engine, batch, claims, clients and failures."""
         # FastAPI would validate the reply again, at twice the cost.
@@ -175,7 +170,7 @@ class StatusRoutes:
         return Response(found.model_dump_json(), media_type="application/json")
 
     async def stop_client(self, body: StopClientRequest) -> SuccessResponse:
-        """Give a client no more episodes until the server restarts, and requeue the ones it holds."""
+        """Give a client no more episodes until the server restarts, and requeue its episodes."""
         self._interchange.stop_client(body.client_uuid)
         await self._interchange.commit()
         return SuccessResponse(success=True)
@@ -190,7 +185,7 @@ class StatusRoutes:
     async def get_episode_buffer(
         self, body: GetEpisodeBufferRequest | None = None
     ) -> GetEpisodeBufferResponse:
-        """The episodes whose outcome the trainer has not used yet, page by page."""
+        """The episodes with outcomes that the trainer has not used yet."""
         body = body or GetEpisodeBufferRequest()
         episodes = self._book.unfinished(after=body.after, limit=body.limit + 1)
         return GetEpisodeBufferResponse(
@@ -207,21 +202,18 @@ class StatusRoutes:
             int, Query(ge=0, description="Continue after this number: `next` of the previous page.")
         ] = 0,
     ) -> FailedEpisodesResponse:
-        """The failed episodes with the failure of every attempt, page by page."""
+        """The failed episodes with the failure of every attempt."""
         episodes = self._book.failed(after=after, limit=limit + 1)
         return FailedEpisodesResponse(
             episodes=[self._status(episode) for episode in episodes[:limit]], next=_next(episodes, limit)
         )
 
     async def retry_failed_episodes(self, body: FailedEpisodesRequest) -> FailedEpisodesReply:
-        """Requeue failed episodes with a new budget of attempts.
-
-        Refused if the failure was sent to the trainer, which may have closed the group.
-        """
+        """Requeue failed episodes with a new budget of attempts, unless the trainer may know the failure."""
         return await self._each(body.episode_uuids, self._book.retry)
 
     async def drop_failed_episodes(self, body: FailedEpisodesRequest) -> FailedEpisodesReply:
-        """Remove failed episodes from the list. Refused while the trainer waits for the failure."""
+        """Remove failed episodes from the list, unless the trainer waits for the failure."""
         return await self._each(body.episode_uuids, self._book.drop)
 
     async def _each(self, uuids: list[str], action: Callable[[str], object]) -> FailedEpisodesReply:
@@ -372,5 +364,4 @@ def _replayed(calls: list[Call]) -> ReplayLatestCallResponse:
 
 
 def _next(episodes: list[EpisodeRecord], limit: int) -> int | None:
-    """`after` for the next page; None on the last."""
     return episodes[limit - 1].sequence if len(episodes) > limit else None

@@ -1,1 +1,1 @@
-"""Environments of other libraries as tasks. Each imports its library, which is an extra."""
+"""Environments of other libraries, which are extras, as tasks."""

@@ -1,7 +1,4 @@
-"""`openenv:URL` is an OpenEnv environment on a server.
-
-Invariants: the reward is the sum of the step rewards, and a session is closed however its episode ends.
-"""
+"""`openenv:URL` is an OpenEnv environment on a server. The reward is the sum of the step rewards."""
 
 # Types are checked without OpenEnv.
 # pyright: reportMissingImports=false
@@ -45,9 +42,8 @@ class OpenEnvEnvironment(Task):
         sessions: int = 0,
         system_prompt: str = INSTRUCTION,
     ) -> None:
-        """`reset` has arguments for every reset. `sessions` limits open sessions (0: one per episode).
-
-        The schema of an action is appended to `system_prompt`.
+        """`reset` has arguments for every reset. `sessions` limits open sessions (0: no limit). The schema of
+        an action is appended to `system_prompt`.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(

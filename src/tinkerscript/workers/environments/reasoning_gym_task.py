@@ -1,4 +1,4 @@
-"""`reasoning_gym:TASK`: problems that reasoning-gym generates, scored by reasoning-gym."""
+"""`reasoning_gym:TASK`: problems that reasoning-gym generates and scores."""
 
 # Types are checked without reasoning-gym.
 # pyright: reportMissingImports=false

@@ -1,8 +1,8 @@
 """`verifiers:ENV` is an environment of verifiers 0.4. Each episode is a slot of an `Env` in its `serving()`.
 
-verifiers keeps a model client for each endpoint and key. Therefore all episodes share one endpoint, a
-`ModelRelay`, which knows each claim by the ids of the episode's traces. verifiers' `null` harness starts a
-Python program for every turn, which takes a second; `SharedChatHarness` runs the same source as a coroutine.
+verifiers keeps a model client for each endpoint and key, so all episodes share one endpoint, a `ModelRelay`,
+which knows each claim by the ids of the episode's traces. verifiers' `null` harness starts a Python program
+for every turn, which takes a second; `SharedChatHarness` runs the same source as a coroutine.
 """
 
 # Types are checked without verifiers.
@@ -69,7 +69,7 @@ class VerifiersEnvironment(Task):
     def __init__(
         self, environment: str, /, *, select: Mapping[str, Any] | None = None, **config: Any
     ) -> None:
-        """Raises ConfigError for an environment that is not installed, or for its config."""
+        """Raises ConfigError."""
         _check_installed(environment)
         taskset = {**config.pop("taskset", {}), "id": environment}
         try:
@@ -126,7 +126,7 @@ class VerifiersEnvironment(Task):
 
 
 def _check_installed(environment: str) -> None:
-    """Raise ConfigError for a package that is not installed, or uses verifiers' older API."""
+    """Raises ConfigError, also for verifiers' older API."""
     name = environment.rpartition("/")[2].partition("@")[0].replace("-", "_")
     if name.isidentifier() and find_spec(f"verifiers.v1.tasksets.{name}") is not None:
         return
@@ -228,7 +228,7 @@ _arguments: ContextVar[argparse.Namespace] = ContextVar("arguments of the chat p
 
 
 class SharedChatHarness(NullHarness):
-    """The `null` harness without a separate process. It uses the `subprocess` runtime's folder."""
+    """The `null` harness without a separate process, in the `subprocess` runtime's folder."""
 
     async def setup(self, runtime: Runtime) -> None:
         if not isinstance(runtime, SubprocessRuntime):
