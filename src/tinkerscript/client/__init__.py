@@ -1,6 +1,6 @@
 """Claim episodes, call the model, and hand in rewards: the part that a rollout machine installs.
 
-`tinkerjet_remote` is a client for the server named in the environment, read at first use.
+`tinkerjet_remote` is a client for the server named in the environment, which is read at first use.
 """
 
 from tinkerscript.client.async_client import AsyncTinkerScriptClient

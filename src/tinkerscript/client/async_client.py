@@ -1,4 +1,7 @@
-"""The client for asyncio programs. Any operation may be cancelled."""
+"""`AsyncTinkerScriptClient` is the client for asyncio programs; `sync_client.py` wraps it for all others.
+
+Any operation may be cancelled at any time.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,10 @@ T = TypeVar("T")
 
 
 class AsyncTinkerScriptClient:
-    """`TinkerScriptClient` for asyncio programs."""
+    """Claims episodes from an interchange server and hands in their results.
+
+    Requests are retried for `timeout_s` seconds while the server is unreachable or busy.
+    """
 
     def __init__(
         self,
@@ -77,7 +83,10 @@ class AsyncTinkerScriptClient:
 
     @classmethod
     def from_env(cls) -> AsyncTinkerScriptClient:
-        """Like `TinkerScriptClient.from_env`."""
+        """Create a client for the server in TINKERSCRIPT_SERVER_URL, with TINKERSCRIPT_CLIENT_TOKEN.
+
+        First use reads the environment, and raises ValueError for a bad URL or token file.
+        """
         client = cls(DEFAULT_SERVER_URL, token="")
         client._settings = None
         return client
@@ -90,7 +99,7 @@ class AsyncTinkerScriptClient:
             return self._settings
 
     def with_timeout(self, timeout_s: float | None) -> AsyncTinkerScriptClient:
-        """Return the same client with separate connections."""
+        """Return the same client with separate connections and another `timeout_s`."""
         given = self.settings
         return AsyncTinkerScriptClient(
             given.server_url,
@@ -103,6 +112,7 @@ class AsyncTinkerScriptClient:
 
     @property
     def pool(self) -> str:
+        """The pool that `register_episode` fills."""
         return self.settings.pool
 
     async def begin_episode(
@@ -113,7 +123,12 @@ class AsyncTinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> AsyncClaimedEpisode:
-        """Like `TinkerScriptClient.begin_episode`, for an `async with` block."""
+        """Claim an episode, waiting up to `wait_s` seconds for one (None: no limit).
+
+        `pool` selects the trainer's episodes or a client's own (`client.pool`). An `async with` block gives
+        the episode back if it raises, and with `heartbeat` renews the claim meanwhile (see `Episode.lost`).
+        Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
+        """
         (episode,) = await self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
 
@@ -126,14 +141,17 @@ class AsyncTinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> list[AsyncClaimedEpisode]:
-        """Like `TinkerScriptClient.begin_episodes`."""
+        """Claim 1 to `max_episodes` (at most 256) with one request, waiting until there is one.
+
+        Raises the same errors as `begin_episode`.
+        """
         claims = await self.claim(max_episodes, episode_type, wait_s, pool=pool)
         return [AsyncClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]
 
     async def claim(
         self, max_episodes: int, episode_type: ClaimType, wait_s: float | None, *, pool: str
     ) -> list[dict[str, Any]]:
-        """Returns arguments for `Episode`."""
+        """Claim like `begin_episodes`, and return the arguments of `Episode`."""
         claiming = self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)
         return [episode_fields(claim, self.settings) for claim in await self._run(claiming)]
 
@@ -148,10 +166,10 @@ class AsyncTinkerScriptClient:
     ) -> list[str]:
         """Register a group of `group_size` episodes with this `payload` in the client's own `pool`.
 
-        `task_id` names the sample. Uuids derive from the pool, `task_id` and `round`, so registering a group
-        again adds nothing, even from a later process; another pass needs another `round`. Waits while the
-        pool's quota is used up. Raises ValueError, RequestRefusedError (409 if the payload differs),
-        ServerUnreachableError.
+        `task_id` names the sample. The returned uuids are derived from the pool, `task_id` and `round`, so
+        registering the same group again adds nothing, even from a later process; use another `round` for
+        another pass. Waits while the pool's quota is used up. Raises ValueError, RequestRefusedError (409 if
+        the payload differs), ServerUnreachableError.
         """
         return await self._run(
             self._operations.register_episode(
@@ -167,9 +185,9 @@ class AsyncTinkerScriptClient:
         episode_type: EpisodeType = "train",
         round: str = "",
     ) -> dict[str, list[str]]:
-        """Register a group per sample (task id -> payload), and return uuids by task id.
+        """Register a group per sample (task id -> payload), and return the uuids by task id.
 
-        Like `register_episode` for each, with fewer requests.
+        Equivalent to `register_episode` for each, with fewer requests.
         """
         return await self._run(
             self._operations.register_episodes(
@@ -196,10 +214,10 @@ class AsyncTinkerScriptClient:
     ) -> None:
         """Hand in the episode's result and return once it is stored. Safe to repeat.
 
-        `rewards` are for single model calls by the reply's `id`, added to those given to `Episode.reward`.
-        The episode's reward is their sum plus `reward`, which is then optional. Raises ClaimLostError,
-        ValueError for a reward that is missing or above 1e6 in magnitude, ServerUnreachableError or
-        RequestRefusedError.
+        `rewards` are for single model calls by the `id` of the reply, added to those given to
+        `Episode.reward`. The episode's reward is their sum plus `reward`, which is then optional. Raises
+        ClaimLostError, ValueError for a reward that is missing or above 1e6 in magnitude,
+        ServerUnreachableError or RequestRefusedError.
         """
         await self._run(
             self._operations.end_episode(
@@ -214,7 +232,7 @@ class AsyncTinkerScriptClient:
         )
 
     async def abort_episode(self, episode: Episode, reason: str, kind: str = "aborted") -> None:
-        """Give the episode back because this attempt failed. `kind` is a stable identifier.
+        """Give the episode back because this attempt failed for `reason`. `kind` is a stable identifier.
 
         Raises ClaimLostError, ServerUnreachableError or RequestRefusedError.
         """
@@ -225,26 +243,31 @@ class AsyncTinkerScriptClient:
         return await self._run(self._operations.can_continue_episode(episode))
 
     async def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Renew the claim during a long computation, as a Runner and an episode's block do."""
+        """Renew the claim during a long computation without model calls.
+
+        A Runner and an episode's block do this automatically.
+        """
         return await self._run(self._operations.heartbeat_episode(episode))
 
     async def get_engine_status(self) -> EngineStatusResponse:
-        """Return the engine's state, the policy version, and how many episodes are in each state."""
+        """Return what the engine does, the policy version, and the number of episodes in each state."""
         return await self._run(self._operations.get_engine_status())
 
     async def get_batch_progress(self) -> BatchProgressResponse:
-        """Return what the trainer's next step waits for, and which pools run ahead of it."""
+        """Return what the trainer waits for before its next step, and which pools run ahead of it."""
         return await self._run(self._operations.get_batch_progress())
 
     async def await_run_end(self, wait_s: float | None = None) -> bool:
         """Wait up to `wait_s` seconds (None: no limit) for the run to finish; return whether it has.
 
-        For programs that work long on one episode; `begin_episode` notices the end by itself. Raises
-        RunFailedError, RequestRefusedError (404 from an older server) or ServerUnreachableError.
+        For programs that work on one episode for long; `begin_episode` notices the end by itself. Raises
+        RunFailedError, RequestRefusedError (404 from a server
+        that is too old) or ServerUnreachableError.
         """
         return await self._run(self._operations.await_run_end(wait_s))
 
     async def is_episode_claimed(self, episode_uuid: str) -> bool:
+        """Return whether a client holds the episode at this moment."""
         return await self._run(self._operations.is_episode_claimed(episode_uuid))
 
     async def replay_latest_llm_call(self, episode: Episode) -> ReplayLatestCallResponse:
@@ -257,7 +280,7 @@ class AsyncTinkerScriptClient:
     # These need the admin's token.
 
     async def sync_train_config(self, yaml_as_string: str) -> None:
-        """Store a training config for `start_engine`. Raises RequestRefusedError naming a bad key."""
+        """Store a training config for `start_engine`. Raises RequestRefusedError, which names a bad key."""
         await self._run(self._operations.sync_train_config(yaml_as_string))
 
     async def start_engine(self, *, force_restart: bool = False) -> None:
@@ -272,14 +295,15 @@ class AsyncTinkerScriptClient:
         await self._run(self._operations.stop_engine())
 
     async def failed_episodes(self) -> list[EpisodeStatus]:
-        """Return the dead letters: episodes that used up their attempts, with reasons."""
+        """Return the dead letters: episodes that used up their attempts, with the reasons."""
         return await self._run(self._operations.failed_episodes())
 
     async def retry_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
-        """Give failed episodes new attempts, unless a trainer may have used their failures."""
+        """Give failed episodes new attempts, unless a trainer may have used their failures already."""
         return await self._run(self._operations.each_failed_episode("retry", episode_uuids))
 
     async def drop_failed_episodes(self, episode_uuids: Sequence[str]) -> FailedEpisodesReply:
+        """Remove failed episodes from the list."""
         return await self._run(self._operations.each_failed_episode("drop", episode_uuids))
 
     async def close(self) -> None:
@@ -300,7 +324,10 @@ class AsyncTinkerScriptClient:
 
     @asynccontextmanager
     async def held(self, episode: Episode, *, heartbeat: bool) -> AsyncGenerator[None]:
-        """Like `TinkerScriptClient.held`."""
+        """Renew the claim while this block runs, and give the episode back unless the block ends it.
+
+        The block of a claimed episode does this itself; use this for other `Episode`s.
+        """
         try:
             if heartbeat:
                 async with renewed_by_task(episode, self.heartbeat_episode):
@@ -323,7 +350,7 @@ class AsyncTinkerScriptClient:
             abort = self._operations.give_back(episode, error)
         try:
             await self._run(abort)
-        except ClientError as problem:  # The caller sees the block's error.
+        except ClientError as problem:  # Let the caller see the block's error; the lease covers an outage.
             logger.warning("episode %s could not be given back: %s", episode.episode_uuid, problem)
 
     @property
@@ -358,6 +385,7 @@ class AsyncTinkerScriptClient:
                 raise ClientClosedError(CLOSED)
 
     async def send(self, request: HttpRequest) -> Reply:
+        """Send one request of an operation."""
         if self._closing.is_set():
             raise ClientClosedError(CLOSED)
         try:
@@ -379,7 +407,7 @@ class AsyncTinkerScriptClient:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncClaimedEpisode(Episode):
-    """For an `async with` block."""
+    """An episode to use in an `async with` block, which renews the claim and gives it back on errors."""
 
     client: AsyncTinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)
@@ -405,7 +433,7 @@ class AsyncClaimedEpisode(Episode):
 
 @dataclass(frozen=True, kw_only=True)
 class _OnThread(Episode):
-    """An episode in a plain function, with requests made on `loop`."""
+    """An episode in a plain function on its own thread, with requests made on `loop`."""
 
     whole: AsyncClaimedEpisode = field(repr=False, compare=False)
     loop: asyncio.AbstractEventLoop = field(repr=False, compare=False)

@@ -1,7 +1,7 @@
-"""`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it.
+"""`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it during a rollout.
 
-A lease changes once, from held to lost or settled. While a result is being handed in, its answer decides, and
-a heartbeat's "lost" is ignored.
+Invariants: a lease changes once, from held to lost or settled. While a result is being handed in, a
+heartbeat's "lost" is ignored, because the answer to the result decides.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ BEATS_PER_LEASE = 3
 
 CLOSED = "the client was closed"
 
-LAST = "last"  # The policy's last recorded call, in place of an id.
+LAST = "last"  # The policy's last recorded call, in place of a reply's id.
 
 
 class Lease:
-    """Whether a claim still counts, as far as we know. Thread-safe."""
+    """Whether a claim still counts, as far as this process knows. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ class Lease:
 
     @property
     def lost_because(self) -> str:
-        """Empty while the server accepts a result."""
+        """Why the server no longer accepts a result; empty while it does."""
         return self._lost_because
 
     @property
@@ -61,13 +61,14 @@ class Lease:
         return self._settled or bool(self._lost_because)
 
     def lose(self, reason: str) -> None:
+        # While a result is being handed in, the answer to it decides.
         with self._lock:
             if not self._settling and not self._settled:
                 self._lost_because = self._lost_because or reason or "the server gave no reason"
 
     @contextmanager
     def settling(self) -> Generator[None]:
-        """A ClaimLostError is kept as the reason."""
+        """Settle the claim in this block. A ClaimLostError is kept as the reason."""
         with self._lock:
             self._settling += 1
         settled, lost = False, ""
@@ -87,23 +88,23 @@ class Lease:
 
 @dataclass(frozen=True)
 class EpisodeModelAddress:
-    """How a client of OpenAI's format calls one model of a claim."""
+    """How to call one model of a claim with a client of OpenAI's format."""
 
     base_url: str  # Ends in `/v1`.
-    api_key: str = field(repr=False)  # The same for all models of the claim.
+    api_key: str = field(repr=False)  # The same for all of the claim's models.
     name: str  # The `model` field of requests.
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One claim of an episode."""
+    """One claim of an episode: what to do, and the model to do it with."""
 
     episode_uuid: str
     attempt: int
-    """Counts the episode's claims from 1."""
+    """Which claim of the episode this is, from 1."""
 
     payload: dict[str, Any]
-    """The JSON that the trainer registered, as in `payload["sample"]["input"]`."""
+    """The JSON that the trainer registered, such as `payload["sample"]["input"]`."""
 
     episode_type: EpisodeType
     group_id: str
@@ -111,44 +112,45 @@ class Episode:
     """For OpenAI's clients; ends in `/v1`."""
 
     openai_api_key: str = field(repr=False)
-    """Valid while the claim holds its lease."""
+    """Valid as long as the claim holds its lease."""
 
     client_uuid: str = ""
     policy_version: int | None = None
-    """At the time of the claim."""
+    """The policy version at the time of the claim."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without a model call or heartbeat after which the claim expires."""
 
     max_claim_s: float = 0.0
-    """Seconds after which the claim ends regardless; 0 if unknown."""
+    """Seconds after which the claim ends regardless; 0 if the server did not say."""
 
     max_transcript_bytes: int = 0
-    """The server's limit; 0 if it accepts no transcript."""
+    """The longest transcript that the server accepts; 0 if it accepts none."""
 
     roles: tuple[str, ...] = ()
-    """Names for `model`, besides the policy's."""
+    """Names for `model`, in addition to the policy's."""
 
     run: str = ""
     server_url: str = ""
-    """The claim's other endpoints; a gateway process only answers model calls."""
+    """The claim's other endpoints; the gateway process only answers model calls."""
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
+    """What this process knows about the claim."""
 
     call_rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False, compare=False)
-    """By call id, handed in with the result."""
+    """Rewards by call id, handed in with the result."""
 
     @property
     def anthropic_base_url(self) -> str:
-        """For Anthropic's clients, which append `/v1/messages`, with the same key."""
+        """For Anthropic's clients, which append `/v1/messages`. The key is the same."""
         return self.openai_base_url.removesuffix("/v1")
 
     @property
     def lost(self) -> bool:
-        """Whether the server said that a result no longer counts.
+        """Whether the server said that a result of this claim no longer counts.
 
-        In a long computation, poll it or call `check`. A lost claim also cancels an `async with` block, which
-        then raises ClaimLostError.
+        In a long computation, poll it or call `check`. An `async with` block is cancelled when a heartbeat
+        learns of the loss, and raises ClaimLostError.
         """
         return bool(self.lease.lost_because)
 
@@ -157,11 +159,13 @@ class Episode:
         return EpisodeModelAddress(self.openai_base_url, self.openai_api_key, role)
 
     def reward(self, call: str, reward: float) -> Any:
-        """Reward one model call of the policy, by its reply's `id` or `last`.
+        """Reward one model call of the policy, by the `id` of its reply or `last`, in addition to the
+        episode.
 
         Rewards of a call add up, and are handed in with the result. In an async program, await this before
-        the next call. Raises ValueError above 1e6 in magnitude; the server refuses the result for an unknown
-        call. For `last`: RequestRefusedError (404) before the first call, and ServerUnreachableError.
+        the next call. Raises ValueError for a reward above 1e6 in magnitude; the server refuses the result
+        for an unknown call. For `last`: RequestRefusedError (404) before the first call, and
+        ServerUnreachableError.
         """
         if call == LAST:
             raise ValueError(
@@ -171,7 +175,7 @@ class Episode:
         self.call_rewards[name] = self.call_rewards.get(name, 0.0) + earned
 
     def on_thread(self, loop: asyncio.AbstractEventLoop) -> Episode:
-        """For a plain function on a thread."""
+        """The episode for a plain function on a thread, with a client that runs on `loop`."""
         return self
 
     def check(self) -> None:
@@ -217,8 +221,8 @@ class HeldClaim:
 
     @asynccontextmanager
     async def cancelling_the_block(self) -> AsyncGenerator[None]:
-        """When a heartbeat learns of the loss, cancel this block and raise ClaimLostError."""
-        scope = asyncio.timeout(None)  # Cancels the block and recognizes its own cancellation.
+        """Cancel this block, and raise ClaimLostError, when a heartbeat learns that the claim is lost."""
+        scope = asyncio.timeout(None)  # It cancels the block and recognizes its own cancellation.
         try:
             async with scope:
                 self.on_lost = lambda: scope.reschedule(0.0)
@@ -241,6 +245,8 @@ class HeldClaim:
 
 
 class Heartbeats:
+    """Renews held claims from a single task, `run`, which owns every request."""
+
     def __init__(self, heartbeat: Callable[[Episode], Awaitable[object]]) -> None:
         """`heartbeat` renews one claim, and marks its lease as lost if the claim is gone."""
         self._heartbeat = heartbeat
@@ -249,7 +255,7 @@ class Heartbeats:
 
     @contextmanager
     def holding(self, episode: Episode) -> Generator[HeldClaim]:
-        """Call it on the event loop of `run`."""
+        """Renew `episode` while this block runs. Call it on the event loop of `run`."""
         held = HeldClaim(episode)
         self._schedule(held)
         try:
@@ -290,7 +296,7 @@ class Heartbeats:
 async def renewed_by_task(
     episode: Episode, heartbeat: Callable[[Episode], Awaitable[object]]
 ) -> AsyncGenerator[None]:
-    """Renews `episode`; a lost claim cancels the block."""
+    """Renew `episode` while this block runs; cancel the block when a heartbeat learns of its loss."""
     heartbeats = Heartbeats(heartbeat)
     renewing = asyncio.create_task(heartbeats.run())
     try:
@@ -302,13 +308,14 @@ async def renewed_by_task(
         await asyncio.wait([renewing])
 
 
+# A reward, a reward with metadata, or the whole output.
 RolloutResult = float | WorkflowOutput | tuple[float, dict[str, JsonValue]]
 RolloutFunction = Callable[[Episode], RolloutResult] | Callable[[Episode], Awaitable[RolloutResult]]
-"""A plain function gets its own thread."""
+"""A plain function, which gets its own thread, or an async function."""
 
 
 def as_output(result: object) -> WorkflowOutput:
-    """Raises TypeError for anything else."""
+    """Raises TypeError, naming the type, for anything else."""
     if isinstance(result, WorkflowOutput):
         return result
     if isinstance(result, int | float):
@@ -324,7 +331,7 @@ def as_output(result: object) -> WorkflowOutput:
 
 
 async def run_rollout(rollout: RolloutFunction, held: HeldClaim) -> object:
-    """Raises the rollout's exceptions, or ClaimLostError."""
+    """Raises the rollout's exceptions, or ClaimLostError if a heartbeat learns of that."""
     if _is_async(rollout):
         result: object = None
         async with held.cancelling_the_block():
@@ -353,7 +360,7 @@ async def _in_thread(rollout: Callable[[Episode], object], episode: Episode) -> 
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 
-    run = contextvars.copy_context().run  # Log records of the thread also name the episode.
+    run = contextvars.copy_context().run  # Log records of the thread should also name the episode.
     threading.Thread(target=run, args=(work,), name=f"rollout-{episode.episode_uuid}", daemon=True).start()
     result, error = await outcome
     if error is not None:

@@ -1,7 +1,7 @@
-"""Requests to the interchange server without the I/O.
+"""Requests to the interchange server without the I/O: retries, refusals, lost claims.
 
 An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, receives the `Reply`
-(None after a `Wait`), and returns its result, or raises.
+(None after a `Wait`), and returns the operation's result, or raises.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRY_AFTER_S = 60.0
 
-REPLY_TIMEOUT_S = 30.0  # On top of the time that the server holds the request.
-CLAIM_PATH = "/claim_episode"  # Warns while the server is away: a whole worker waits.
+REPLY_TIMEOUT_S = 30.0  # In addition to the time that the server may hold the request.
+CLAIM_PATH = "/claim_episode"  # Logs a warning while the server is away, because a whole worker waits.
 WARN_AFTER_S = 2.0
 WARN_AGAIN_AFTER_S = 60.0
 
@@ -48,7 +48,7 @@ class HttpRequest:
     path: str
     body: bytes | None
     timeout_s: float  # For the reply.
-    key: str | None = field(default=None, repr=False)  # The claim's, in place of the client's token.
+    key: str | None = field(default=None, repr=False)  # The claim's key, in place of the client's token.
 
     @property
     def headers(self) -> dict[str, str]:
@@ -87,6 +87,7 @@ class Response:
 
     @property
     def retry_after_s(self) -> float | None:
+        # None if it is missing or a date.
         try:
             seconds = float(self.headers.get("retry-after", ""))
         except ValueError:
@@ -95,13 +96,15 @@ class Response:
 
 
 Reply: TypeAlias = Response | Exception | None
-"""The response, or the error that prevented it; None after a `Wait`."""
+"""The response, or the error that prevented one; None after a `Wait`."""
 
 Operation: TypeAlias = Generator[HttpRequest | Wait, Reply, T]
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
+    """The clock (seconds, monotonic) and the randomness of delays."""
+
     clock: Callable[[], float] = time.monotonic
     uniform: Callable[[float, float], float] = random.uniform
 
@@ -114,9 +117,10 @@ class Timing:
 def respond(
     request: HttpRequest, *, timeout_s: float | None, timing: Timing, max_delay_s: float = math.inf
 ) -> Operation[Response]:
-    """Send `request`, at least every `max_delay_s` seconds, until the server responds definitely.
+    """Send `request` until the server gives a definite response.
 
-    Raises ServerUnreachableError after `timeout_s` seconds (None: never).
+    Tries at least every `max_delay_s` seconds. Raises ServerUnreachableError after `timeout_s` seconds (None:
+    never).
     """
     failures, failing_since, warn_at = 0, 0.0, 0.0
     while True:
@@ -142,7 +146,7 @@ def respond(
 
 
 def read(response: Response, parse: Callable[[bytes], T], *, may_lose_claim: bool = False) -> T:
-    """Raises RequestRefusedError, or ClaimLostError if `may_lose_claim`, for a failure."""
+    """Raises RequestRefusedError, or ClaimLostError if `may_lose_claim`, unless the response is a success."""
     if response.status >= 300:
         if may_lose_claim and response.status in LOST_CLAIM:
             raise ClaimLostError(response.reason)

@@ -1,7 +1,8 @@
 """The client's requests to the interchange server, one `Operation` per method, without I/O.
 
-Operations may be repeated: a claim keeps its `claim_request_id` until a definite answer, and uuids of
-registered episodes derive from the pool, task id, round and place in the group.
+Invariant: operations may be repeated. A claim keeps its `claim_request_id` until it has a definite answer, so
+a retry returns the claim of the lost reply. Uuids of registered episodes are derived from the pool, the
+task id, the round and the place in the group, so registering a group again gives the same group.
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ from tinkerscript.protocol import (
     failure_line,
 )
 
-LONG_POLL_S = 30.0  # How long the server may hold a claim request.
+LONG_POLL_S = 30.0  # The server may hold a request for an episode this long.
 
-LAST_REQUEST_S = 5.0  # For an episode's last request while its program stops.
+LAST_REQUEST_S = 5.0  # For an episode's last request while its program is being stopped.
 TASK_ERROR = "task_error"
 
-ENGINE_S = 60.0  # For a trainer to end before another starts.
+ENGINE_S = 60.0  # For a trainer to end before another one starts.
 _PER_REGISTRATION = 500
 
 NO_RESULT = "the block of the episode ended without a result"
@@ -107,7 +108,7 @@ class Operations:
         *,
         pool: str = TRAINER_POOL,
     ) -> Operation[list[EpisodeClaim]]:
-        """Raises NoEpisodeError after `wait_s` seconds, RunFinishedError if no episode will come."""
+        """Raises NoEpisodeError after `wait_s` seconds, and RunFinishedError if there will be no episode."""
         if wait_s is not None and not wait_s >= 0:
             raise ValueError(f"wait_s must be a number of seconds or None, got {wait_s!r}")
         started, empty, left_s = self.timing.clock(), 0, wait_s
@@ -138,7 +139,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[list[str]]:
-        """Raises ValueError for a bad task id or group size."""
+        """Raises ValueError for an empty or long task id, or a group size below 1."""
         group = self._group(task_id, payload, group_size=group_size, episode_type=episode_type, round=round)
         for message in group:
             yield from self._ask(post("/register_episode", message), _read_success)
@@ -152,7 +153,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[dict[str, list[str]]]:
-        """Raises like `register_episode`."""
+        """Waits while a quota is used up. Raises like `register_episode`, naming the refused episodes."""
         groups = {
             task_id: self._group(
                 task_id, payload, group_size=group_size, episode_type=episode_type, round=round
@@ -246,7 +247,7 @@ class Operations:
         yield from self._settle(episode, request, within_s)
 
     def give_back(self, episode: Episode, error: BaseException) -> Operation[None]:
-        """An interruption does not count as a failure."""
+        """Abort the episode of a program that raised `error`. An interruption does not count as a failure."""
         if isinstance(error, Exception | SystemExit):
             within_s = LAST_REQUEST_S if isinstance(error, SystemExit) else None
             return self.abort_episode(episode, failure_line(error), TASK_ERROR, within_s=within_s)
@@ -258,8 +259,8 @@ class Operations:
         return _mark_lost(episode, reply)
 
     def heartbeat_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
-        """A lost claim is a normal answer here."""
-        # In an outage, requests are sent at least as often as the lease requires.
+        """Renew one claim. A lost claim is a normal answer here, not an error."""
+        # During an outage, requests are sent at least as often as the lease requires.
         response = yield from respond(
             _claim_request("/heartbeat_episode", episode),
             timeout_s=self.settings.timeout_s,
@@ -317,7 +318,7 @@ class Operations:
         return self._ask(request, EngineStatusResponse.model_validate_json)
 
     def await_run_end(self, wait_s: float | None) -> Operation[bool]:
-        """Raises RunFailedError."""
+        """Return whether the run finished within `wait_s` seconds. Raises RunFailedError."""
         started, asked = self.timing.clock(), 0
         while True:
             left_s = math.inf if wait_s is None else max(0.0, wait_s - (self.timing.clock() - started))
@@ -330,7 +331,7 @@ class Operations:
                 raise _run_end_error(reply.fail_cause)
             if reply.run_finished or left_s <= hold_s:
                 return reply.run_finished
-            # The server answers early while shutting down.
+            # The server answers early when it is shutting down.
             asked = 0 if self.timing.clock() - sent_at >= hold_s / 2 else asked + 1
             if asked:
                 yield Wait(self.timing.delay(asked))
@@ -388,7 +389,7 @@ def workflow_output(
     role_rewards: dict[str, float] | None = None,
     call_rewards: dict[str, float] | None = None,
 ) -> WorkflowOutput:
-    """Arguments override a WorkflowOutput's fields; rewards of calls add up."""
+    """Combine the arguments of `end_episode`. They override a WorkflowOutput's; rewards of calls add up."""
     given: dict[str, Any] = {
         "is_success": is_success,
         "metadata": metadata,

@@ -1,6 +1,7 @@
-"""`Runner` runs a rollout function over the server's episodes until stopped.
+"""`Runner` runs a rollout function over the server's episodes, several at a time, until stopped.
 
-Every claim is renewed, and then ended, aborted with a reason, or known to be lost.
+Invariant: every claim is renewed while it is worked on, and then ended, aborted with a reason, or known to be
+lost.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from tinkerscript.protocol import (
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_GRACE_S = 20.0  # Plus 10 s to exit, Kubernetes' and Slurm's default.
+DEFAULT_GRACE_S = 20.0  # With 10 s for the process to exit, Kubernetes' and Slurm's default.
 INTERRUPT_GRACE_S = 2.0  # After SIGINT, which people send.
 FINISHED_GRACE_S = 1.0  # The trainer needs no more results.
 DEFAULT_GIVE_UP_AFTER_S = 600.0
 DEFAULT_SUMMARY_EVERY_S = 10.0
 
-# Short, so that a stop abandons no claim in flight.
+# Short, so that a stop takes effect without abandoning a claim in flight.
 _POLL_S = 1.0
 
 _MAX_PER_CLAIM = 256
@@ -62,7 +63,7 @@ _MAX_PER_CLAIM = 256
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """claimed = ended + failed + lost + handed_back + running."""
+    """The outcomes of a run's episodes: claimed = ended + failed + lost + handed_back + running."""
 
     claimed: int = 0
     ended: int = 0
@@ -81,7 +82,7 @@ class RunStatistics:
 
 
 class Runner:
-    """Call `run` only once."""
+    """One run of a rollout function. Call `run` only once."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class Runner:
         calls are refused, and it can check `episode.lost` or call `episode.check()`.
 
         Args:
-            rollout: Plain or async; called for each episode.
+            rollout: The function to run for each episode, plain or async.
             client: The server and identity to use. The run opens its own connections.
             concurrency: Episodes at a time.
             episode_type: Which episodes to claim.
@@ -112,7 +113,7 @@ class Runner:
             should_stop: Called before each claim; True ends the run.
             grace_s: Seconds for running episodes to finish after a stop.
             give_up_after_s: Seconds to wait for an unreachable server. None: no limit.
-            summary_every_s: Seconds between summaries in the log.
+            summary_every_s: Seconds between log lines that summarize the run.
         """
         if concurrency < 1 or (max_episodes is not None and max_episodes < 1):
             raise ValueError(f"concurrency={concurrency} and max_episodes={max_episodes} must be at least 1")
@@ -133,18 +134,19 @@ class Runner:
         self._ready: deque[Episode] = deque()
         self._logged_wait = ""
 
-        # A repeated failure is logged without traceback.
+        # A repeated failure is logged without a traceback.
         self._last_failure = ""
         self.has_failed = False
         self._idle = 0
 
+        # Other runs may use the same client.
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
     def statistics(self) -> RunStatistics:
         return RunStatistics(**self._counts)
 
     def stop(self, *, grace_s: float | None = None) -> None:
-        """Finish claimed episodes within `grace_s` seconds, and hand back the rest.
+        """Stop claiming, finish claimed episodes within `grace_s` seconds, and hand back the rest.
 
         Call this on the run's event loop.
         """
@@ -153,8 +155,11 @@ class Runner:
         self._stopping.set()
 
     async def run(self) -> RunStatistics:
-        """Raises ServerUnreachableError or RequestRefusedError if no episode can be claimed, and
-        WrongTaskError if the rollout does.
+        """Work until stopped, until `max_episodes` are done or the run finishes, or the server is gone too
+        long.
+
+        Raises ServerUnreachableError or RequestRefusedError if no episode can be claimed, and WrongTaskError
+        if the rollout raises it.
         """
         async with self._client.with_timeout(self._give_up_after_s) as client:
             heartbeats = Heartbeats(client.heartbeat_episode)
@@ -231,7 +236,7 @@ class Runner:
                     await self._work(client, held)
 
     async def _next_episode(self, client: AsyncTinkerScriptClient) -> Episode | None:
-        # One request claims for all idle slots.
+        # The lock lets one request claim for all idle slots.
         self._idle += 1
         try:
             async with self._claim_lock:
@@ -276,7 +281,7 @@ class Runner:
             self._claiming.discard(task)
 
     async def _work(self, client: AsyncTinkerScriptClient, held: HeldClaim) -> None:
-        # Settles the episode even if this task is cancelled.
+        # The episode is settled even if this task is cancelled.
         episode, output = held.episode, None
         try:
             output = as_output(await run_rollout(self._rollout, held))
@@ -294,7 +299,7 @@ class Runner:
             else:  # Raised by a model call or another episode; the server decides about this one.
                 await self._fail(client, episode, error)
         except WrongTaskError as error:
-            # Another worker can run this task.
+            # Every episode of that task would fail here, but another worker can run it.
             await self._settle_quickly(client, episode, None, reason=str(error))
             raise
         except ServerUnreachableError as error:
@@ -364,7 +369,7 @@ def run(
     give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S,
     summary_every_s: float = DEFAULT_SUMMARY_EVERY_S,
 ) -> RunStatistics:
-    """Run `rollout` until SIGTERM, SIGINT or `should_stop` ends the run.
+    """Run `rollout` over the server's episodes until SIGTERM, SIGINT or `should_stop` ends the run.
 
     Takes and raises the same as `Runner`. In a program with an event loop, use `await Runner(...).run()`.
     Signals are handled only on the main thread.
@@ -390,10 +395,10 @@ async def stopped_by_signals(
     first: Callable[[signal.Signals], object] = lambda number: None,
     second: Callable[[signal.Signals], object] = signal.raise_signal,
 ) -> RunStatistics:
-    """On the main thread, SIGTERM and SIGINT stop `runner` gracefully.
+    """Run `runner`; on the main thread, SIGTERM and SIGINT stop it gracefully.
 
-    `first` gets the first signal and `second` the next, even while a rollout blocks the event loop; by
-    default, the second has its usual effect.
+    `first` is called with the first signal and `second` with the next, even while a rollout blocks the event
+    loop; by default, the second has its usual effect.
     """
     loop = asyncio.get_running_loop()
     received = list[signal.Signals]()
@@ -414,7 +419,7 @@ async def stopped_by_signals(
 
     on_main_thread = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if on_main_thread else ()
-    # The loop's own handlers would wait for code that blocks it.
+    # The loop's own handlers would wait for code that blocks the loop.
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         return await runner.run()

@@ -1,7 +1,8 @@
 """`ClientSettings`: the server, the client's identity and timeouts, and its connections.
 
-The environment may set the server's URL (TINKERSCRIPT_SERVER_URL), the token (TINKERSCRIPT_CLIENT_TOKEN, or a
-file's path in TINKERSCRIPT_CLIENT_TOKEN_FILE), and certificates to trust (TINKERSCRIPT_CA_FILE).
+The environment may set the server's URL (TINKERSCRIPT_SERVER_URL), the client's token
+(TINKERSCRIPT_CLIENT_TOKEN, or the path of a file in TINKERSCRIPT_CLIENT_TOKEN_FILE), and certificates to
+trust (TINKERSCRIPT_CA_FILE). Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TOKEN = "TINKERSCRIPT_CLIENT_TOKEN"
 CA_FILE = "TINKERSCRIPT_CA_FILE"
 
 DEFAULT_SERVER_URL = "http://127.0.0.1:10086"
-LATEST = Path("runs/latest")
+LATEST = Path("runs/latest")  # The newest run in the working directory.
 DEFAULT_TIMEOUT_S = 300.0
 
 
@@ -36,16 +37,16 @@ class ClientSettings:
     server_url: str
     client_uuid: str
     token: str | None = field(default=None, repr=False)
-    """None if not required."""
+    """None if the server requires none."""
 
     timeout_s: float | None = DEFAULT_TIMEOUT_S
-    """Limits retries during an outage. None: no limit."""
+    """Seconds to retry operations while the server is unreachable. None: no limit."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    """Seconds without activity after which a lease expires."""
+    """Seconds without activity after which a claim's lease expires."""
 
     ca_file: str | None = None
-    """PEM file of certificates, in addition to the machine's."""
+    """PEM file with certificates for an https:// server, in addition to the machine's."""
 
     def __post_init__(self) -> None:
         checked_url(self.server_url)
@@ -55,9 +56,9 @@ class ClientSettings:
         return self.client_uuid
 
     def tls(self) -> ssl.SSLContext:
-        """Raises ValueError for unreadable certificates."""
+        """Raises ValueError for certificates that cannot be read."""
         if not self.server_url.startswith("https://"):
-            # Loading certificates takes time.
+            # Plain http:// needs no certificates, and loading them takes time.
             return _no_certificates()
         try:
             return certificates(self.ca_file)
@@ -78,7 +79,7 @@ class ClientSettings:
 
 
 def checked_url(url: str) -> str:
-    """Raises ValueError."""
+    """Raises ValueError if `url` is not an HTTP URL."""
     url = url.strip().rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"server_url must start with http:// or https://, got {url!r}")
@@ -86,9 +87,9 @@ def checked_url(url: str) -> str:
 
 
 def url_of_run(folder: Path) -> str:
-    """Read the URL of the run's server from `server.json`. Raises ValueError if none runs.
+    """Read the URL of the run's server from `server.json`. Raises ValueError if no server runs.
 
-    Another user's file could name a server that should not get the token.
+    Another user's file is refused, because it could name a server that should not get the token.
     """
     path = folder / "server.json"
     try:
@@ -129,7 +130,7 @@ def make_settings(
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     ca_file: str | None = None,
 ) -> ClientSettings:
-    """Raises ValueError."""
+    """Raises ValueError for a bad URL or token file."""
     return ClientSettings(
         checked_url(server_url),
         client_uuid or uuid4().hex,
@@ -141,7 +142,7 @@ def make_settings(
 
 
 def settings_from_env(environ: Mapping[str, str] = os.environ) -> ClientSettings:
-    """Raises ValueError."""
+    """Raises ValueError for a bad URL or token file."""
     return make_settings(environ.get(SERVER_URL) or DEFAULT_SERVER_URL, token=client_token(environ))
 
 
@@ -152,7 +153,7 @@ def client_token(environ: Mapping[str, str] = os.environ) -> str | None:
 def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the token in the variable `name`, or in the file named by `<name>_FILE`.
 
-    Raises ValueError for an empty or unreadable file.
+    Raises ValueError for a token file that is empty or cannot be read.
     """
     path = environ.get(f"{name}_FILE")
     if (token := environ.get(name)) or not path:
@@ -168,7 +169,7 @@ def role_token(name: str, environ: Mapping[str, str] = os.environ) -> str | None
 
 @cache
 def certificates(ca_file: str | None) -> ssl.SSLContext:
-    # Takes tens of milliseconds.
+    # Cached, because this takes tens of milliseconds.
     context = ssl.create_default_context()
     if ca_file is not None:
         context.load_verify_locations(ca_file)

@@ -1,6 +1,7 @@
 """`TinkerScriptClient` is the client for ordinary, blocking programs.
 
-It runs an `AsyncTinkerScriptClient` on an event loop in its own thread, so that the two cannot differ.
+It runs an `AsyncTinkerScriptClient` on an event loop in its own thread, so that the two cannot differ. An
+interrupted call leaves nothing on the loop, and closing a client ends other threads' waits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tinkerscript.protocol import DEFAULT_ALLOW_DISCARD_TIMEOUT_S, TRAINER_POOL,
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CLOSE_GRACE_S = 1.0  # For running tasks to end.
+CLOSE_GRACE_S = 1.0  # For running tasks to end when the client is closed.
 
 
 def _blocking(
@@ -95,11 +96,11 @@ class TinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> ClaimedEpisode:
-        """Claim an episode, waiting up to `wait_s` seconds (None: no limit).
+        """Claim an episode, waiting up to `wait_s` seconds for one (None: no limit).
 
         `pool` selects the trainer's episodes or a client's own (`client.pool`). A `with` block gives the
-        episode back if it raises, and with `heartbeat` renews the claim (see `Episode.lost`). Raises
-        NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
+        episode back if it raises, and with `heartbeat` renews the claim meanwhile (see `Episode.lost`).
+        Raises NoEpisodeError, RunFinishedError, ServerUnreachableError or RequestRefusedError.
         """
         (episode,) = self.begin_episodes(1, episode_type, wait_s, pool=pool, heartbeat=heartbeat)
         return episode
@@ -113,7 +114,10 @@ class TinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> list[ClaimedEpisode]:
-        """Claim 1 to `max_episodes` (at most 256) with one request; otherwise like `begin_episode`."""
+        """Claim 1 to `max_episodes` (at most 256) with one request, waiting until there is one.
+
+        Raises the same errors as `begin_episode`.
+        """
         claims = self.run(self.asynchronous.claim(max_episodes, episode_type, wait_s, pool=pool))
         return [ClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]
 
@@ -164,9 +168,9 @@ class TinkerScriptClient:
 
     @contextmanager
     def held(self, episode: Episode, *, heartbeat: bool) -> Generator[None]:
-        """Renew the claim in this block, and give the episode back unless the block ends it.
+        """Renew the claim while this block runs, and give the episode back unless the block ends it.
 
-        A claimed episode's own block does this; use it for other `Episode`s.
+        The block of a claimed episode does this itself; use this for other `Episode`s.
         """
         try:
             with self._renewing(episode) if heartbeat else nullcontext():
@@ -208,7 +212,7 @@ class TinkerScriptClient:
             if self._is_closed:
                 raise ClientClosedError(CLOSED)
             if self._loop is None or self._process != os.getpid():
-                if self._process:  # After a fork, thread and connections belong to the parent.
+                if self._process:  # After a fork, thread and connections still belong to the parent.
                     self.asynchronous.reopen()
                 self._process, self._loop = os.getpid(), asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name="client", daemon=True)
@@ -218,7 +222,7 @@ class TinkerScriptClient:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedEpisode(Episode):
-    """In a `with` block, the claim is renewed, and given back on errors."""
+    """An episode to use in a `with` block, which renews the claim and gives it back on errors."""
 
     client: TinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)

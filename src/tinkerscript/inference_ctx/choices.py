@@ -1,7 +1,8 @@
-"""Read the tokens of an OpenAI-compatible reply: ids, logprobs, and the prompt's ids.
+"""Reads the tokens in a reply of an OpenAI-compatible server: ids, logprobs, and the prompt's ids.
 
-Ids are read from the first of `SOURCES` that the server reported, never guessed, and sources must agree. Raw
-vocabulary pieces (`Ġhello`) become ids only if the caller declares them, or with proof (`ids_of_pieces`).
+Invariants: ids are read, never guessed, from the first of `SOURCES` that the server reported. Sources must
+agree, and ids and logprobs must have the same length. Raw vocabulary pieces (`Ġhello`) become ids only if the
+caller declares them, or with proof (`ids_of_pieces`). What cannot be a sample is refused.
 """
 
 from __future__ import annotations
@@ -31,11 +32,10 @@ IdsSource = Literal["sampler", "token_ids", "logprobs_token_id", "token_id_text"
 """`sampler`: the engine itself, through our gateway. The others are in `SOURCES`."""
 
 SOURCES: tuple[IdsSource, ...] = ("token_ids", "logprobs_token_id", "token_id_text", "pieces")
-"""In the order tried: `choice.token_ids` (vLLM, our gateway), `token_id` in `logprobs.content` (our gateway),
-`token: "token_id:123"` (vLLM), and vocabulary pieces as token texts.
-"""
+"""In the order they are tried: `choice.token_ids` (vLLM, our gateway), `token_id` in `logprobs.content` (our
+gateway), `token: "token_id:123"` (vLLM), and vocabulary pieces as token texts."""
 
-# Other finish reasons (`abort`, `content_filter`) mean an incomplete or changed reply.
+# With any other finish reason (`abort`, `content_filter`), the reply is incomplete or was changed.
 _STOP_REASONS: dict[str, StopReason] = {
     "stop": "stop",
     "tool_calls": "stop",
@@ -61,10 +61,10 @@ class ChoiceTokens:
 
     ids_from: IdsSource
     logprobs: FloatArray | None
-    """float32 [R]; None if not reported."""
+    """float32 [R]; None if the server reported none."""
 
     prompt_ids: IntArray | None
-    """int32 [P]; None if not reported."""
+    """int32 [P]; None if the server reported none."""
 
     constrained: bytes | None
     """`TokenConstraint` of each id (uint8 [R]), empty without a grammar; None if not reported."""
@@ -78,11 +78,11 @@ def read_choice(
     raw_pieces: bool = False,
     vocabulary: int | None = None,
 ) -> ChoiceTokens:
-    """Read the tokens of a choice, an `openai` object or a dictionary.
+    """Read the tokens of a choice, an `openai` object or a dictionary of OpenAI's shape.
 
     `response`: the reply around it, where some servers put ids. `tokenizer`: allows vocabulary pieces as a
     last resort. `raw_pieces`: the server sends pieces. `vocabulary`: number of the model's ids. Raises
-    AlignmentError.
+    AlignmentError saying what is missing or wrong.
     """
     plain, around = as_plain(choice), plain_or_empty(response)
     ids, source = _reported_ids(plain) or _read_pieces(plain, tokenizer, declared=raw_pieces)
@@ -104,8 +104,9 @@ def read_choice(
 
 
 def read_stop_reason(choice: Any) -> StopReason:
-    """Whether the choice ended by itself (`stop`) or at its token limit (`length`). Raises AlignmentError
-    otherwise.
+    """Whether the choice ended at its token limit (`length`) or by itself (`stop`).
+
+    Raises AlignmentError for any other finish reason.
     """
     reason = as_plain(choice).get("finish_reason")
     if not isinstance(reason, str) or reason not in _STOP_REASONS:
@@ -117,7 +118,10 @@ def read_stop_reason(choice: Any) -> StopReason:
 
 
 def as_plain(value: Any) -> Mapping[str, Any]:
-    """Convert a mapping or pydantic object to a dictionary, with extra fields. Raises AlignmentError."""
+    """Convert a pydantic object (such as `openai`'s) to a dictionary, with its extra fields.
+
+    Raises AlignmentError for anything but a pydantic object or a mapping.
+    """
     if isinstance(value, Mapping):
         return cast("Mapping[str, Any]", value)
     if hasattr(value, "model_dump"):
@@ -138,7 +142,7 @@ def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntAr
 
 
 def _logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
-    """float32 [R]. Raises AlignmentError for values that are not the logarithm of a probability."""
+    """float32 [R], or None. Raises AlignmentError for values that are not the logarithm of a probability."""
     logprobs = _section(choice, "logprobs")
     if logprobs.get("content"):
         values = [entry.get("logprob") for entry in logprobs["content"]]
@@ -167,7 +171,7 @@ def _constrained(choice: Mapping[str, Any], response: Mapping[str, Any], number:
 
 
 def _reported_ids(choice: Mapping[str, Any]) -> tuple[IntArray, IdsSource] | None:
-    """Raises AlignmentError if two sources disagree."""
+    """Ids of the first source that has any. Raises AlignmentError if two sources disagree."""
     logprobs = _section(choice, "logprobs")
     entries = [entry.get("token_id") for entry in logprobs.get("content") or ()]
     named = [entry for entry in entries if entry is not None]
@@ -216,13 +220,14 @@ def ids_of_pieces(
     """Convert raw vocabulary pieces to int32 ids [R]. Raises AlignmentError if these may not be the sampled
     ids.
 
-    Pieces and decoded text look alike: 'é' is the text of one token and the piece of the byte 0xE9. So the
-    ids must decode to `text`, the reply without special tokens, and unless `declared` to be pieces, the
-    strings must spell it differently.
+    A string may be a piece or decoded text, which look alike: 'é' is the text of one token and the piece of
+    the byte 0xE9. So the ids must decode to `text`, the reply without special tokens, and the strings must
+    spell it differently, unless they are `declared` to be pieces.
 
-    With byte-level BPE this is proof: decoded text, read as a piece, stands for at most as many characters,
-    so the ids decode to the reply only if every string means the same both ways. With SentencePiece two
-    pieces may decode alike (`A` and `<0x41>`; `▁a` and `a` at the start), so such twins are refused.
+    With byte-level BPE this is proof: decoded text, read as a piece, stands for the same or fewer characters,
+    so the ids decode to the reply's text only if every string stands for the same characters both ways. With
+    SentencePiece two pieces may decode alike (`A` and `<0x41>`; `▁a` and `a` at the start), so a string with
+    such a twin is refused.
     """
     ids = [_id_of(piece, tokenizer) for piece in strings]
     if declared:
@@ -244,7 +249,7 @@ def ids_of_pieces(
 
 
 def _check_sentencepiece(spoken: Sequence[tuple[str, int]], tokenizer: PieceTokenizer) -> None:
-    """Raises AlignmentError for pieces with a twin, and for other kinds of vocabularies."""
+    """Raise AlignmentError for pieces with a twin, and for other kinds of vocabularies."""
     if not _spells_spaces(_SENTENCEPIECE_SPACE, tokenizer):
         raise _refusal("the vocabulary is neither byte-level BPE nor SentencePiece, so nothing can be proven")
     for place, (piece, number) in enumerate(spoken):

@@ -7,8 +7,12 @@
         env_name="gsm8k", env_example_id="ex_123", reward=1.0,
     )
 
-Modeled on Marin's `InferenceContext` (github.com/marin-community/marin, issue 1744), which owns the chat
-template so that no environment can bypass it. The server's prompt ids take precedence over a local rendering.
+It owns the chat template, so that no environment can bypass it. Modeled on Marin's `InferenceContext`
+(github.com/marin-community/marin, issue 1744).
+
+Invariants: the server's prompt ids take precedence over a local rendering, and differences are counted.
+Sampled ids are read from the reply, or the choice is refused. Everything in a request that changes the
+sampled distribution is on the call, or makes its tokens constrained.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from tinkerscript.rollouts.call import (
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
-SHORT_RESPONSE = 5
+SHORT_RESPONSE = 5  # Shorter replies are counted as `short_response`.
 
 Reward = float | Sequence[float] | FloatArray | Callable[[Rollout], FloatArray]
 """The episode's reward; its shares per response token [R]; or a function that returns them
@@ -57,8 +61,9 @@ PromptFormat = Literal["chat_template", "plain"]
 """`plain`: `role: content` lines, for a base model without a chat template."""
 
 RequestParameters = Mapping[str, Any]
-"""By wire name, including `extra_body`."""
+"""By their names on the wire. Those in `extra_body` count too."""
 
+# They force or forbid tokens, or change their probabilities.
 _GRAMMARS = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("allowed_token_ids", "bad_words", "logit_bias", "json_schema", "regex", "ebnf", "structural_tag"),
@@ -96,7 +101,7 @@ class InferenceTurn(NamedTuple):
 
     tools: Tools | None = None
     request: RequestParameters | None = None
-    """Temperature, top-p, top-k, a grammar."""
+    """Parameters of the request: temperature, top-p, top-k, a grammar."""
 
 
 class InferenceContext:
@@ -119,8 +124,8 @@ class InferenceContext:
         """`tokenizer` is the served model's, with Hugging Face's methods.
 
         `raw_pieces`: the server sends vocabulary pieces (`Ġhello`), as Levanter does. `vocabulary`: the
-        number of the model's ids, if it exceeds the tokenizer's. `logprob_kind` and `temperature` are
-        defaults for requests that do not say.
+        number of the model's ids, if it exceeds the tokenizer's. `template_args`: for the chat template.
+        `logprob_kind` and `temperature` describe the logprobs of requests that do not say.
         """
         self.tokenizer: Any = tokenizer
         self.warnings: Counter[str] = Counter()
@@ -135,7 +140,8 @@ class InferenceContext:
     def tokenize_prompt(
         self, prompt: PromptLike, *, tools: Tools | None = None, **template_args: Any
     ) -> IntArray:
-        """Render a prompt with the chat template and generation prompt: int32 [P]. Ids pass through.
+        """Render a prompt with the chat template and generation prompt: int32 [P]. Ids pass through
+        unchanged.
 
         Raises AlignmentError for an empty prompt or result, or a tokenizer without a chat template.
         """
@@ -226,10 +232,10 @@ class InferenceContext:
     def create_rollouts_from_turns(
         self, turns: Sequence[InferenceTurn], env_name: str, env_example_id: str, reward: Reward
     ) -> tuple[Rollout, ...]:
-        """Make the training sequences of a conversation. Raises AlignmentError.
+        """Make the training sequences of a conversation: one, if each prompt extends everything before it.
 
-        A prompt that does not extend everything before it (edited history, thinking stripped by the template)
-        starts a new sequence. Every sampled token is in exactly one.
+        A prompt that does not (edited history, thinking stripped by the template) starts a new sequence.
+        Every sampled token is in exactly one. Raises AlignmentError.
         """
         calls = [self._call(turn, env_example_id) for turn in turns]
         rollouts = merge_calls(calls, episode_uuid=env_example_id)
@@ -246,7 +252,7 @@ class InferenceContext:
         self._warn(turn.response, tokens.ids, logprobs)
         constrained, logprob_kind = tokens.constrained, self._logprob_kind
         if constrained is None and _is_constrained(given):
-            # Unknown where the grammar applied, and whether it changed the logprobs.
+            # Unknown where the grammar applied, and whether the logprobs are from before it.
             constrained, logprob_kind = bytes([TokenConstraint.UNKNOWN]) * len(tokens.ids), "unknown"
         return Call(
             call_id=f"{env_example_id}/{uuid4().hex}",
@@ -273,7 +279,7 @@ class InferenceContext:
         return self._is_plain or bool(getattr(self.tokenizer, "chat_template", None))
 
     def _prompt_ids(self, turn: InferenceTurn, tokens: ChoiceTokens) -> IntArray:
-        """Raises AlignmentError if the server reports other ids than the caller sent."""
+        """Raises AlignmentError if the caller sent ids and the server reports others."""
         theirs = tokens.prompt_ids
         if theirs is not None and not len(theirs):
             raise AlignmentError("the server reports an empty prompt")
