@@ -79,6 +79,4 @@ def test_two_pages_behind_one_proxy(tab: Tab, tmp_path: Path) -> None:
         assert {each["path"] for each in page.context.cookies()} == {"/team/run1/api", "/team/run2/api"}
         page.goto(link)
         expect(page.get_by_role("heading", name="Step 3")).to_be_visible()
-        page.goto(f"{first}docs")
-        expect(page.get_by_text("/api/runs/{run}/steps", exact=True)).to_be_visible()
     assert not proxy.strays
