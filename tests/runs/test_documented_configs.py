@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tinker
 import yaml
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from real_sized import real_sized
 from tinkerscript.config import RunConfig
@@ -38,6 +38,9 @@ QWEN3 = {
     "eos_token_id": 761,
 }
 FAMILIES = {
+    r"Qwen/Qwen3-30B-A3B": Qwen3MoeConfig(
+        **QWEN3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
     r"tiny|Qwen/Qwen3-.*": Qwen3Config(**QWEN3),
     r"models/.*|/models/.*": Qwen3Config(**QWEN3),
     r".*/SmolLM2-.*": LlamaConfig(**QWEN3),
