@@ -50,7 +50,7 @@ def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as
         if what or as_json:
             console.file.write(_answer(root, what or "/api/runs"))
         else:
-            _print_runs(run_list({name: LedgerReader(folder) for name, folder in runs.items()}), console)
+            _print_runs(run_list(_readers(runs, console)), console)
         return 0
     ((name, folder),) = runs.items()
     ledger = LedgerReader(folder)
@@ -64,6 +64,17 @@ def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as
     else:
         _print_run(overview(name, ledger), step_page(ledger, limit=limit).steps, console, root)
     return 0
+
+
+def _readers(runs: Mapping[str, Path], console: Console) -> dict[str, LedgerReader]:
+    """A folder that cannot be read keeps the others on the list."""
+    readers: dict[str, LedgerReader] = {}
+    for name, folder in runs.items():
+        try:
+            readers[name] = LedgerReader(folder)
+        except ConfigError as error:
+            console.print(f"{name}: {error}", style="yellow", markup=False)
+    return readers
 
 
 def _answer(root: Path, path: str) -> str:

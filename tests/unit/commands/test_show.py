@@ -17,7 +17,7 @@ from tinkerscript.cli import CANNOT_RUN, app
 from tinkerscript.commands.show import show_command
 from tinkerscript.dashboard import one_line, plain
 from tinkerscript.errors import ConfigError, NotRecordedError
-from tinkerscript.files import LEDGER_FILE
+from tinkerscript.files import LEDGER_FILE, RUN_ID
 from tinkerscript.lifecycle import ProcessId
 from tinkerscript.page.annotation import Annotation, write_annotation
 from tinkerscript.page.web_app import create_page
@@ -106,6 +106,14 @@ def test_a_run_shows_its_state_steps_failures_and_episodes(told: Path) -> None:
     assert rows["1"].startswith("1 0.500 2 1 1 0 1 "), rows
     assert rows["bbbb3"] == "bbbb3 step 1 failed task_error: boom [red]"
     assert rows["aaaa1"] == "aaaa1 step 1 1 +0.500 3 4 trained again"
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_the_others_are_listed(told: Path) -> None:
+    (told.parent / "broken").mkdir()
+    (told.parent / "broken" / RUN_ID).write_text("run")
+    text = shown(told.parent)
+    assert f"broken: {told.parent / 'broken'} is not the folder of a run" in " ".join(text.split())
+    assert "stopped" in text
 
 
 def test_an_episode_shows_every_sequence_score_and_attempt(told: Path) -> None:
