@@ -72,7 +72,6 @@ class _Product(torch.autograd.Function):
         ctx: Any, gradient: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        gradient = gradient.contiguous()
         return (
             product(gradient, weight.t()) if ctx.needs_input_grad[0] else None,
             product(gradient.t(), x.t()) if ctx.needs_input_grad[1] else None,

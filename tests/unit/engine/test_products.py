@@ -47,13 +47,14 @@ def test_a_product_and_a_sum_are_those_of_float64(onednn: list[Any], transposed:
     assert onednn == [(24, 40)] * 2
 
 
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_has_torchs_gradients(onednn: list[Any], trains: bool, bias: bool) -> None:
+def test_a_layer_has_torchs_gradients(onednn: list[Any], trains: bool, bias: bool, summed: bool) -> None:
     layer = nn.Linear(40, 24, bias=bias).requires_grad_(trains)
     x = drawn(3, 5, 40).requires_grad_()
-    # As a loss may give them: neither contiguous nor of one stride.
-    gradient = drawn(1, 5, 24, seed=1).expand(3, 5, 24)
+    # A sum's gradient has strides of 0.
+    gradient = drawn(1).expand(3, 5, 24) if summed else drawn(3, 5, 24, seed=1)
     plain = torch.autograd.grad(F.linear(x, layer.weight, layer.bias), [x, *layer_weights(layer)], gradient)
     products.speed_up(nn.Sequential(layer))
     saved: list[Tensor] = []
