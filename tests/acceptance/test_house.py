@@ -7,11 +7,11 @@ import pytest
 from command_line import ROOT
 from episode_trace import EpisodeTrace, trace_episode
 
-MOST_MODULES = 96
+MOST_MODULES = 101
 """That an episode passes, in all processes together: among them three that record it for the page, two that
 bring its transcript there, one that watches clients, two for servers that replace each other, three between
 a worker and its task, of whatever kind, one for each of the policies that a step trains, the table of bounds,
-the health of the run, and the temperature of each token."""
+the health of the run, the temperature of each token, images, experts, and the products of matrices."""
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("house"), pytest.mark.long]
 
