@@ -1,4 +1,4 @@
-"""`tinkerscript train --plan` shows the processes, memory and disk of a config, and where its model calls go."""
+"""`tinkerscript train --plan` shows a config's processes, memory and disk, and where its model calls go."""
 
 from __future__ import annotations
 
