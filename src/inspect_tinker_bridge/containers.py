@@ -40,10 +40,15 @@ def remove_at_the_end(project: str) -> None:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        atexit.register(_sweeper.communicate)
     assert _sweeper.stdin is not None
     _sweeper.stdin.write(f"{project}\n".encode())
     _sweeper.stdin.flush()
+
+
+@atexit.register
+def remove_now() -> None:
+    if _sweeper is not None:
+        _sweeper.communicate()
 
 
 def _sweep(projects: set[str]) -> None:

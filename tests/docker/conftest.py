@@ -10,6 +10,7 @@ import pytest
 
 from command_line import end_all
 from engine import Engine, NoEngineError, engine, what_is_there
+from inspect_tinker_bridge.containers import remove_now
 
 for _folder in ("clients", "unit/bridge"):
     sys.path.append(str(Path(__file__).parents[1] / _folder))
@@ -22,6 +23,7 @@ def docker_engine() -> Iterator[Engine | None]:
     try:
         with engine() as own:
             yield own
+            remove_now()  # It would wait a minute for an engine that has ended.
     except NoEngineError as error:
         pytest.skip(str(error))
 

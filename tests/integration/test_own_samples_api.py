@@ -86,7 +86,9 @@ async def test_the_copies_of_a_sample_are_registered_together_or_not_at_all(
         claimed = [(await setup.claim(pool="me")).episode_uuid for _ in range(4)]
         assert claimed == ["b#2", "d", "d#2", ""]
         too_long = await setup.post("/register_episode", 422, **sample("e" * 199, task_id="t", copies=2))
-        assert "1 to 200 characters" in too_long["failure_reason"]
+        assert too_long["failure_reason"] == (
+            "episode_uuid: with the number of the last copy, #2, has 201 characters; 1 to 200 are allowed"
+        )
 
 
 async def test_a_request_registers_a_bounded_number_and_reads_each_payload_once(

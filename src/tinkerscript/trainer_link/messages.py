@@ -395,11 +395,12 @@ def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
 
 def check_episode(episode: NewEpisode) -> None:
     if not 0 < len(last := episode.uuids[-1]) <= ID_CHARS:
-        raise ValueError(f"an episode uuid has 1 to {ID_CHARS} characters, not {len(last)}")
+        which = f" with the number of the last copy, #{episode.copies}," if episode.copies > 1 else ""
+        raise ValueError(f"episode_uuid:{which} has {len(last)} characters; 1 to {ID_CHARS} are allowed")
     try:
         payload = msgspec.json.decode(episode.payload, type=dict[str, object])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"the payload of an episode must be a JSON object: {error}") from error
+        raise ValueError(f"payload: must be a JSON object: {error}") from error
     brackets, depth = episode.payload.count(b"{") + episode.payload.count(b"["), PAYLOAD_DEPTH.limit
     if brackets > depth and depth_is_beyond(payload, depth):
-        raise ValueError(f"the payload of an episode is nested more than {depth} deep; flatten it")
+        raise ValueError(f"payload: is nested more than {depth} deep; flatten it")

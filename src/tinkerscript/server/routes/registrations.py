@@ -91,7 +91,7 @@ class RegistrationRoutes:
         try:
             self._interchange.register(new, limited=not (is_admin and new.pool == TRAINER_POOL))
         except ValueError as error:
-            raise HTTPException(422, f"payload: {error}") from error
+            raise HTTPException(422, str(error)) from error
 
 
 def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
