@@ -263,6 +263,29 @@ def test_replicas_do_not_sleep_beside_several_devices() -> None:
 @pytest.mark.parametrize(
     ("engine", "inference", "refusal"),
     [
+        ({}, {}, r"quantization: int8 with lora\.rank: 0: a quantized base is frozen"),
+        ({"backend": "tinker", "lora": {"rank": 8}}, {}, "quantization: int8 with backend: tinker"),
+        ({"sharding": "shard", "lora": {"rank": 8}}, {}, "quantization: int8 with sharding: shard"),
+        (
+            {"lora": {"rank": 8}},
+            {"backend": "vllm", "launch": {"replicas": 1}},
+            r"engine\.quantization: inference\.backend: vllm would sample with the base in full precision",
+        ),
+    ],
+)
+def test_a_quantized_base_is_frozen_and_sampled_by_the_engine(
+    engine: dict[str, Any], inference: dict[str, Any], refusal: str
+) -> None:
+    whole = {"engine": engine | {"quantization": "int8"}, "inference": inference}
+    with pytest.raises(ConfigError, match=refusal):
+        parse_config(yaml.safe_dump(whole), source="config")
+    allowed = {"engine": {"lora": {"rank": 8}, "quantization": "int8"}}
+    assert parse_config(yaml.safe_dump(allowed), source="config").engine.quantization == "int8"
+
+
+@pytest.mark.parametrize(
+    ("engine", "inference", "refusal"),
+    [
         ({"backend": "tinker"}, {}, "routing_replay: only the embedded engine replays the experts"),
         (
             {},

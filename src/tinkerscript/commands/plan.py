@@ -224,6 +224,7 @@ def _formula(config: RunConfig, prompt: int) -> tuple[Memory, Workload]:
         prompt=min(prompt, length),
         length=length,
         choices=most_token_bytes(model) if engine.routing_replay else 0,
+        quantization=engine.quantization,
     )
     settings = LoraSettings(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
     return peak_memory(model, settings, _dtype(engine), work), work

@@ -73,6 +73,10 @@ class EngineConfig(Section):
     """Precision of the embedded engine's matrix products. `auto`: bfloat16 where the hardware supports it;
     sampler and trainer then differ slightly (docs/models.md)."""
 
+    quantization: Literal["none", "int8", "nf4"] = "none"
+    """Store the frozen base's linear modules in 8 bits or in 4 (`nf4`, as in QLoRA; needs
+    `tinkerscript[quantized]`). Takes less memory and more time (docs/models.md)."""
+
     activation_checkpointing: bool = False
     """Recompute activations in the embedded engine's backward pass: less memory, about a third more time."""
 
@@ -99,6 +103,14 @@ class EngineConfig(Section):
             raise ValueError(
                 "routing_replay: only the embedded engine replays the experts that it chose; leave it out"
             )
+        if self.quantization != "none":
+            for key, is_wrong, remedy in (
+                ("lora.rank: 0", not self.lora.rank, "a quantized base is frozen; set a rank"),
+                ("backend: tinker", self.backend == "tinker", "a service chooses its own precision"),
+                ("sharding: shard", self.sharding == "shard", "FSDP2 does not shard integers; use replicate"),
+            ):
+                if is_wrong:
+                    raise ValueError(f"quantization: {self.quantization} with {key}: {remedy}")
         if self.devices > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(
                 f"device: {self.device!r} cannot be shared out over devices: {self.devices}; use cpu, or "

@@ -331,6 +331,12 @@ class RunConfig(Section):
                 f"engine.routing_replay: inference.backend: {inference.backend} does not report the experts "
                 "that it chose; sample with the embedded engine (inference.backend: trainer), or leave it out"
             )
+        if self.engine.quantization != "none" and inference.backend != "trainer":
+            raise ValueError(
+                f"engine.quantization: inference.backend: {inference.backend} would sample with the base in "
+                "full precision, which is another policy; sample with the embedded engine "
+                "(inference.backend: trainer), or leave it out"
+            )
         if not inference.has_replicas:
             return self
         if self.engine.backend != "embedded":

@@ -25,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 from tinkerscript.engine.kv_cache import KVCache, LayerCache, LayerState, RowGroup, RowState, joined
 from tinkerscript.engine.layer_kinds import SLIDING, LayerKinds, is_local, narrowed_windows
 from tinkerscript.engine.products import product, sum_with_product
+from tinkerscript.engine.quantization import is_quantized
 from tinkerscript.engine.routing import Routing, redirected
 from tinkerscript.engine.step_graphs import StepGraphs, cuda_graph
 from tinkerscript.errors import EngineError
@@ -755,7 +756,7 @@ def decoder_for(
     `own`: the model's logits, if already computed. The proof of a `frozen` model copies no weights. Raises
     EngineError with the differences if every kind fails.
     """
-    kinds = (FusedDecoder, HubDecoder) if model.config.model_type in FUSED_MODEL_TYPES else (HubDecoder,)
+    kinds = (FusedDecoder, HubDecoder) if can_be_fused(model) else (HubDecoder,)
     own = own or own_logits(model)
     if not own.windows:
         raise EngineError(
@@ -778,6 +779,10 @@ def decoder_for(
         f"probabilities differ from the model's own by {found}; ALiBi and encoder-decoder models are not "
         "supported"
     )
+
+
+def can_be_fused(model: PreTrainedModel) -> bool:
+    return model.config.model_type in FUSED_MODEL_TYPES and not is_quantized(model)
 
 
 def text_config_of(model: PreTrainedModel) -> Any:

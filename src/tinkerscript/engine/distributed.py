@@ -354,7 +354,7 @@ class LeadingTrainer(RankTrainer):
 def load_weights(spec: RankSpec) -> Weights:
     """Sharded weights move to the device later (`fully_shard`)."""
     device = "cpu" if spec.sharding == "shard" else spec.own_device
-    model = load_model(spec.folder, device=device, dtype=spec.dtype)
+    model = load_model(spec.folder, device=device, dtype=spec.dtype, quantization=spec.quantization)
     own = own_logits(model)
     if shares_prefixes(model, own):
         attend_in_segments(model, own)

@@ -24,6 +24,7 @@ from tinkerscript.engine.image_features import ImageReader
 from tinkerscript.engine.kv_cache import PLACES, CacheBudget
 from tinkerscript.engine.memory import cache_budget, cache_bytes
 from tinkerscript.engine.packing import attend_in_segments, shares_prefixes
+from tinkerscript.engine.quantization import Quantization
 from tinkerscript.engine.routers import routing_of
 from tinkerscript.engine.routing import Routing
 from tinkerscript.engine.sampling_client import EmbeddedSamplingClient, freeze
@@ -74,6 +75,7 @@ class EmbeddedEngine:
         dtype: str = "float32",
         notes: Mapping[str, str] | None = None,
         lora: LoraSettings | None = None,
+        quantization: Quantization = "none",
         activation_checkpointing: bool = False,
         devices: int = 1,
         sharding: Literal["replicate", "shard"] = "replicate",
@@ -95,6 +97,7 @@ class EmbeddedEngine:
             dtype: Of matrix products: float32, bfloat16, or auto. Weights that train are float32.
             notes: Text files, by name, that `save_state` adds to a checkpoint.
             lora: Train an adapter over the model, which is frozen in `dtype`. None: train all weights.
+            quantization: Store the frozen base's linear modules in 8 bits (`int8`) or 4 (`nf4`).
             activation_checkpointing: Recompute activations in the backward pass instead of storing them.
             devices: Number of devices to train on, with one process each.
             sharding: `replicate`: every device has all weights. `shard`: each has a part, and the first one
@@ -131,6 +134,7 @@ class EmbeddedEngine:
                     device=device,
                     dtype=loaded_dtype,
                     autocast=autocast,
+                    quantization=quantization,
                     lora=lora,
                     sharding=sharding,
                     activation_checkpointing=activation_checkpointing,
@@ -140,7 +144,7 @@ class EmbeddedEngine:
                 self._ranks = Ranks(devices, spec, log_dir)
                 undo.callback(self._ranks.close)
                 device = spec.own_device
-            self._model = load_model(folder, device=device, dtype=loaded_dtype)
+            self._model = load_model(folder, device=device, dtype=loaded_dtype, quantization=quantization)
             own = own_logits(self._model)
             self.shares_prefixes: bool = shares_prefixes(self._model, own)
             """Whether training computes a shared prefix once, or gives each sequence a row."""

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from tinkerscript.engine.decoder import AdapterTensors, Decoder, HubDecoder, decoder_gap, own_logits
 from tinkerscript.engine.layer_kinds import narrowed_windows
+from tinkerscript.engine.quantization import ROUTERS, weight_of
 from tinkerscript.engine.training import Weights
 from tinkerscript.engine.weights import LoraSettings, load_model
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -42,9 +43,6 @@ CANARY_SHARE = 0.3
 
 EXPERTS = "experts"
 """Target for experts' weights, which are not linear modules. Part of `mlp`."""
-
-# Routers never train, because a changed choice could not be replayed.
-_ROUTERS = ("gate", "router")
 
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "feed_forward")
@@ -254,7 +252,7 @@ class Adapter(Weights):
                     experts: Any = layer
                     weight, norm = experts.get_param(), experts.get_delta_weight(self._name).float().norm()
                 else:
-                    weight = layer.base_layer.weight
+                    weight = weight_of(layer.base_layer)
                     norm = ((b.T @ b) * (a @ a.T)).sum().sqrt() * (self.settings.alpha / self.settings.rank)
                 b.mul_(CANARY_SHARE * weight.float().norm() / norm)
 
@@ -401,7 +399,7 @@ def _with_experts(
 def _kind(path: str, is_head: bool) -> str:
     if is_head:
         return "unembed"
-    if path.rpartition(".")[2] in _ROUTERS:
+    if path.rpartition(".")[2] in ROUTERS:  # A changed choice could not be replayed.
         return ""
     parts = path.lower()
     if any(word in parts for word in _ATTENTION):
@@ -411,8 +409,9 @@ def _kind(path: str, is_head: bool) -> str:
 
 def linear_shape(layer: nn.Linear | Conv1D) -> tuple[int, int]:
     """(out, in)"""
-    rows, columns = layer.weight.shape
-    return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
+    if isinstance(layer, Conv1D):
+        return layer.weight.shape[1], layer.weight.shape[0]
+    return layer.out_features, layer.in_features
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tinkerscript.engine.decoder import FUSED_MODEL_TYPES, FusedDecoder, HubDecoder, logits_rows
+from tinkerscript.engine.decoder import FusedDecoder, HubDecoder, can_be_fused, logits_rows
 from tinkerscript.engine.kv_cache import stored_tokens
+from tinkerscript.engine.quantization import BITS, Quantization, linear_modules
 from tinkerscript.engine.running_batch import PREFILL_TOKENS
 from tinkerscript.engine.training import tokens_of_microbatch
 from tinkerscript.engine.weights import LoraSettings
@@ -79,6 +80,9 @@ class Workload:
     choices: int = 0
     """Bytes per token of recorded experts (`engine.routing_replay`)."""
 
+    quantization: Quantization = "none"
+    """For models that are not loaded yet."""
+
 
 def peak_memory(
     config: PreTrainedConfig, lora: LoraSettings | None, dtype: torch.dtype, work: Workload
@@ -94,13 +98,20 @@ def peak_memory(
 def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workload) -> Memory:
     w = _Widths.of(model)
     parameters = w.parameters
+    quantized = (
+        0
+        if work.quantization == "none"
+        else sum(model.get_submodule(path).weight.numel() for path in linear_modules(model))
+    )
     trained, head = _adapters(model, lora) if lora else (parameters, True)
     e = dtype.itemsize
     # A sampler copies trained weights, and never ties its head.
     copies = work.samplers * e * (parameters + (w.V * w.C if w.tied and w.fused else 0))
     activations, logits = _microbatch(w, lora, e, work, trained=trained, head=head)
     return Memory(
-        weights=w.tables(e) + (parameters * e if lora else parameters * 4 + copies),
+        weights=w.tables(e)
+        + ((parameters - quantized) * e if lora else parameters * 4 + copies)
+        + round(quantized * BITS.get(work.quantization, 0) / 8),
         adapters=4 * trained * (1 + work.samplers) if lora else 0,
         moments=8 * trained,
         gradients=4 * trained,
@@ -221,7 +232,7 @@ class _Widths:
             normalized=queries + keys if normalizes else 0,
             parameters=sum(each.numel() for each in model.parameters()),
             tied=bool(config.tie_word_embeddings),
-            fused=model.config.model_type in FUSED_MODEL_TYPES,
+            fused=can_be_fused(model),
         )
 
     @property

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
+from tinkerscript.engine.quantization import Quantization
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import ConfigError, EngineError
 from tinkerscript.lifecycle import ORPHAN_GRACE_S, describe_exit, exit_hard_after, last_lines
@@ -66,6 +67,7 @@ class RankSpec:
     device: str
     dtype: torch.dtype
     autocast: torch.dtype
+    quantization: Quantization
     lora: LoraSettings | None
     sharding: Sharding
     activation_checkpointing: bool

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from tinkerscript.engine.image_features import embed_images, takes_images
 from tinkerscript.engine.products import speed_up
+from tinkerscript.engine.quantization import Quantization, quantize
 from tinkerscript.errors import EngineError, EngineRequestError
 from tinkerscript.model_folder import ADAPTER_CONFIG, IMAGE_MODEL_TYPES, copy_tokenizer
 
@@ -43,7 +44,11 @@ class LoraSettings:
 
 
 def load_model(
-    folder: Path, *, device: str = "cpu", dtype: torch.dtype | Literal["auto"] = torch.float32
+    folder: Path,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
+    quantization: Quantization = "none",
 ) -> PreTrainedModel:
     """Load a causal language model, without dropout, from a local folder only.
 
@@ -65,8 +70,10 @@ def load_model(
         model: Any = kind.from_pretrained(
             folder, local_files_only=True, dtype=dtype, attn_implementation="eager" if capped else None
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise EngineError(f"cannot load a causal language model from {folder}: {error}") from error
+    if quantization != "none":
+        quantize(model, quantization, torch.device(device))
     if torch.device(device).type == "cpu":
         speed_up(model)
     if takes_images(model):

@@ -117,6 +117,7 @@ class EmbeddedBackend(TrainerBackend):
             dtype=config.dtype,
             notes=templates_with_defaults(model, config.chat_template_kwargs),
             lora=_lora(config.lora, seed),
+            quantization=config.quantization,
             activation_checkpointing=config.activation_checkpointing,
             devices=config.devices,
             sharding=config.sharding,
