@@ -5,8 +5,8 @@
 Each part ends with what had to be true and whether it was; the exit status is 1 if anything was not.
 
 - `loud`: the engine loads a model whose logits reach 30, as published models' do, which proves its decoder,
-  adapters and shared rows; samples it and trains a step, in bfloat16 with LoRA and in float32; then a run of
-  `tinkerscript train` does the same.
+  adapters and shared rows; samples it and trains a step, in bfloat16 with LoRA, also over a base in 8 bits
+  and (with bitsandbytes) 4, and in float32; then a run of `tinkerscript train` does the same.
 - `exact`: logprobs and gradients on the device against float32 on the CPU.
 - `long`: a packed row with a long shared prompt, against the same sequences without sharing.
 - `turns`: three conversations of twenty turns, each of which repeats all before it.
@@ -20,6 +20,7 @@ Each part ends with what had to be true and whether it was; the exit status is 1
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import subprocess
@@ -46,6 +47,7 @@ from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.kv_cache import CacheBudget
 from tinkerscript.engine.memory import Workload, peak_memory
 from tinkerscript.engine.packing import attend_in_segments
+from tinkerscript.engine.quantization import Quantization
 from tinkerscript.engine.running_batch import Request, RunningBatch
 from tinkerscript.engine.training import AllWeights, Trainer, tokens_of_microbatch
 from tinkerscript.engine.weights import LoraSettings, load_model
@@ -171,9 +173,20 @@ def loud(table: Table, device: torch.device, _: Sequence[str]) -> None:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = make_loud_model(Path(name) / "loud", LARGEST_LOGIT)
-        for label, dtype, adapter in (("LoRA", "bfloat16", LORA), ("all", "float32", None)):
+        bases: list[Quantization] = ["none", "int8"]
+        if importlib.util.find_spec("bitsandbytes"):
+            bases.append("nf4")
+        for label, dtype, adapter, base in (
+            *((f"LoRA over {base}" if base != "none" else "LoRA", "bfloat16", LORA, base) for base in bases),
+            ("all", "float32", None, "none"),
+        ):
             with EmbeddedEngine(
-                folder, checkpoint_dir=Path(name), device=str(device), dtype=dtype, lora=adapter
+                folder,
+                checkpoint_dir=Path(name),
+                device=str(device),
+                dtype=dtype,
+                lora=adapter,
+                quantization=base,
             ) as engine:
                 gap, before, after = loud_step(engine, learning_rate=1e-3 if adapter else 1e-5)
                 shares = "yes" if engine.shares_prefixes else "no"
