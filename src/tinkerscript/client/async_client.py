@@ -141,9 +141,9 @@ class AsyncTinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> list[AsyncClaimedEpisode]:
-        """Claim 1 to `max_episodes` (at most 256) with one request, waiting until there is one.
+        """Claim up to `max_episodes` (at most 256) with one request, waiting until there is one.
 
-        Raises the same errors as `begin_episode`.
+        Raises like `begin_episode`.
         """
         claims = await self.claim(max_episodes, episode_type, wait_s, pool=pool)
         return [AsyncClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]
@@ -166,10 +166,10 @@ class AsyncTinkerScriptClient:
     ) -> list[str]:
         """Register a group of `group_size` episodes with this `payload` in the client's own `pool`.
 
-        `task_id` names the sample. The returned uuids are derived from the pool, `task_id` and `round`, so
-        registering the same group again adds nothing, even from a later process; use another `round` for
-        another pass. Waits while the pool's quota is used up. Raises ValueError, RequestRefusedError (409 if
-        the payload differs), ServerUnreachableError.
+        The returned uuids depend on the pool, `task_id` (the sample's name) and `round`: registering a group
+        again adds nothing, even from a later process; another `round` makes another pass. Waits while the
+        pool's quota is used up. Raises ValueError, RequestRefusedError (409 if the payload differs),
+        ServerUnreachableError.
         """
         return await self._run(
             self._operations.register_episode(
@@ -185,9 +185,10 @@ class AsyncTinkerScriptClient:
         episode_type: EpisodeType = "train",
         round: str = "",
     ) -> dict[str, list[str]]:
-        """Register a group per sample (task id -> payload), and return the uuids by task id.
+        """Register a group per sample (task id -> payload) with few requests, and return the uuids by task
+        id.
 
-        Equivalent to `register_episode` for each, with fewer requests.
+        Waits and raises like `register_episode`.
         """
         return await self._run(
             self._operations.register_episodes(
@@ -215,9 +216,9 @@ class AsyncTinkerScriptClient:
         """Hand in the episode's result and return once it is stored. Safe to repeat.
 
         `rewards` are for single model calls by the `id` of the reply, added to those given to
-        `Episode.reward`. The episode's reward is their sum plus `reward`, which is then optional. Raises
-        ClaimLostError, ValueError for a reward that is missing or above 1e6 in magnitude,
-        ServerUnreachableError or RequestRefusedError.
+        `Episode.reward`. The episode's reward is their sum plus `reward`, then optional. Raises
+        ClaimLostError, ServerUnreachableError, RequestRefusedError, and ValueError for a reward that is
+        missing or above 1e6 in magnitude.
         """
         await self._run(
             self._operations.end_episode(
@@ -260,14 +261,13 @@ class AsyncTinkerScriptClient:
     async def await_run_end(self, wait_s: float | None = None) -> bool:
         """Wait up to `wait_s` seconds (None: no limit) for the run to finish; return whether it has.
 
-        For programs that work on one episode for long; `begin_episode` notices the end by itself. Raises
-        RunFailedError, RequestRefusedError (404 from a server
-        that is too old) or ServerUnreachableError.
+        Use it while one episode takes long; `begin_episode` notices the end by itself. Raises RunFailedError,
+        RequestRefusedError (404 from a server that is too old) or ServerUnreachableError.
         """
         return await self._run(self._operations.await_run_end(wait_s))
 
     async def is_episode_claimed(self, episode_uuid: str) -> bool:
-        """Return whether a client holds the episode at this moment."""
+        """Return whether a client holds the episode now."""
         return await self._run(self._operations.is_episode_claimed(episode_uuid))
 
     async def replay_latest_llm_call(self, episode: Episode) -> ReplayLatestCallResponse:
@@ -291,7 +291,7 @@ class AsyncTinkerScriptClient:
         await self._run(self._operations.start_engine(force_restart=force_restart))
 
     async def stop_engine(self) -> None:
-        """Ask the trainer to end its run in an orderly way. Raises RequestRefusedError without one."""
+        """Ask the trainer to end its run. Raises RequestRefusedError if there is no trainer."""
         await self._run(self._operations.stop_engine())
 
     async def failed_episodes(self) -> list[EpisodeStatus]:
@@ -307,7 +307,7 @@ class AsyncTinkerScriptClient:
         return await self._run(self._operations.each_failed_episode("drop", episode_uuids))
 
     async def close(self) -> None:
-        """Close the connections. Pending calls raise ClientClosedError at once."""
+        """Close the connections. Pending calls raise ClientClosedError."""
         self._closing.set()
         if self._http is not None:
             await self._http.aclose()
@@ -326,7 +326,7 @@ class AsyncTinkerScriptClient:
     async def held(self, episode: Episode, *, heartbeat: bool) -> AsyncGenerator[None]:
         """Renew the claim while this block runs, and give the episode back unless the block ends it.
 
-        The block of a claimed episode does this itself; use this for other `Episode`s.
+        The block of a claimed episode does this itself.
         """
         try:
             if heartbeat:
@@ -385,7 +385,6 @@ class AsyncTinkerScriptClient:
                 raise ClientClosedError(CLOSED)
 
     async def send(self, request: HttpRequest) -> Reply:
-        """Send one request of an operation."""
         if self._closing.is_set():
             raise ClientClosedError(CLOSED)
         try:
@@ -433,7 +432,7 @@ class AsyncClaimedEpisode(Episode):
 
 @dataclass(frozen=True, kw_only=True)
 class _OnThread(Episode):
-    """An episode in a plain function on its own thread, with requests made on `loop`."""
+    """An episode in a plain function's thread; its requests run on `loop`."""
 
     whole: AsyncClaimedEpisode = field(repr=False, compare=False)
     loop: asyncio.AbstractEventLoop = field(repr=False, compare=False)

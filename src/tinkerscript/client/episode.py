@@ -1,7 +1,7 @@
-"""`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it during a rollout.
+"""`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it.
 
-Invariants: a lease changes once, from held to lost or settled. While a result is being handed in, a
-heartbeat's "lost" is ignored, because the answer to the result decides.
+Invariants: a lease changes once, from held to lost or settled. While a result is being handed in, the answer
+to it decides, so a heartbeat's "lost" is ignored.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class Lease:
         return self._settled or bool(self._lost_because)
 
     def lose(self, reason: str) -> None:
-        # While a result is being handed in, the answer to it decides.
         with self._lock:
             if not self._settling and not self._settled:
                 self._lost_because = self._lost_because or reason or "the server gave no reason"
@@ -91,7 +90,7 @@ class EpisodeModelAddress:
     """How to call one model of a claim with a client of OpenAI's format."""
 
     base_url: str  # Ends in `/v1`.
-    api_key: str = field(repr=False)  # The same for all of the claim's models.
+    api_key: str = field(repr=False)
     name: str  # The `model` field of requests.
 
 
@@ -116,7 +115,7 @@ class Episode:
 
     client_uuid: str = ""
     policy_version: int | None = None
-    """The policy version at the time of the claim."""
+    """The version at the time of the claim."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without a model call or heartbeat after which the claim expires."""
@@ -135,21 +134,19 @@ class Episode:
     """The claim's other endpoints; the gateway process only answers model calls."""
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
-    """What this process knows about the claim."""
-
     call_rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False, compare=False)
     """Rewards by call id, handed in with the result."""
 
     @property
     def anthropic_base_url(self) -> str:
-        """For Anthropic's clients, which append `/v1/messages`. The key is the same."""
+        """For Anthropic's clients, which append `/v1/messages`."""
         return self.openai_base_url.removesuffix("/v1")
 
     @property
     def lost(self) -> bool:
         """Whether the server said that a result of this claim no longer counts.
 
-        In a long computation, poll it or call `check`. An `async with` block is cancelled when a heartbeat
+        Poll it or call `check` in a long computation. An `async with` block is cancelled when a heartbeat
         learns of the loss, and raises ClaimLostError.
         """
         return bool(self.lease.lost_because)
@@ -162,10 +159,9 @@ class Episode:
         """Reward one model call of the policy, by the `id` of its reply or `last`, in addition to the
         episode.
 
-        Rewards of a call add up, and are handed in with the result. In an async program, await this before
-        the next call. Raises ValueError for a reward above 1e6 in magnitude; the server refuses the result
-        for an unknown call. For `last`: RequestRefusedError (404) before the first call, and
-        ServerUnreachableError.
+        Rewards of a call add up. In an async program, await this before the next call. Raises ValueError for
+        a reward above 1e6 in magnitude, and for `last`, RequestRefusedError (404) before the first call and
+        ServerUnreachableError. The server refuses a result that rewards an unknown call.
         """
         if call == LAST:
             raise ValueError(
@@ -206,7 +202,6 @@ def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, A
 
 
 def heartbeat_interval_s(episode: Episode) -> float:
-    # At most a third of the lease, with jitter.
     return episode.allow_discard_timeout / BEATS_PER_LEASE * random.uniform(0.75, 1.0)
 
 
@@ -308,7 +303,6 @@ async def renewed_by_task(
         await asyncio.wait([renewing])
 
 
-# A reward, a reward with metadata, or the whole output.
 RolloutResult = float | WorkflowOutput | tuple[float, dict[str, JsonValue]]
 RolloutFunction = Callable[[Episode], RolloutResult] | Callable[[Episode], Awaitable[RolloutResult]]
 """A plain function, which gets its own thread, or an async function."""

@@ -96,8 +96,7 @@ def packed(data: bytes) -> bytes:
 
 
 def opened(data: bytes) -> bytes:
-    """Unpack a client's small frame, so that the ledger can use a dictionary. Other bytes stay as they
-    are."""
+    """Unpack a client's small frame, so that the ledger can use a dictionary; leave other bytes."""
     try:
         content = unpacked(data, limit=SMALL_BLOB)
     except ValueError:  # Large, or broken: people see the client's bytes.
@@ -106,10 +105,10 @@ def opened(data: bytes) -> bytes:
 
 
 def unpacked(data: bytes, dictionaries: Dictionaries = NO_DICTIONARIES, *, limit: int | None = None) -> bytes:
-    """Undo the compression; other data stays as it is.
+    """Undo the compression, if any.
 
-    Raises ValueError for a broken frame, an unknown dictionary, or more than `limit` bytes (None:
-    `MAX_CALL_BYTES`), before it unpacks them.
+    Raises ValueError for a broken frame, an unknown dictionary, or (before unpacking) more than `limit`
+    bytes; None: `MAX_CALL_BYTES`.
     """
     if not data.startswith(zstandard.FRAME_HEADER):
         return data

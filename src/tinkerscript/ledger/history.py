@@ -1,8 +1,8 @@
-"""From which checkpoint a run resumes, and which earlier work still counts.
+"""Decides from which checkpoint a run resumes, and which earlier work still counts.
 
-A run resumed from the checkpoint of step k builds on the policy versions up to k. The transaction that
-records this also undoes later steps. Groups that had started by then, and that no step up to k used, train,
-unless undone weights sampled a part: such a group is given up, and its sample is asked first.
+Resuming from the checkpoint of step k undoes later steps, in one transaction. Groups that had started by
+then, and that no step up to k used, still train. If undone weights sampled a part, the group is given up and
+its sample is asked first.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ class RowWriter(Protocol):
         """Write rows in one transaction, without waiting for the commit."""
         ...
 
-    async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Return once these and earlier rows are committed."""
-        ...
+    async def commit(self, rows: Collection[TrainerRow] = ()) -> None: ...
 
 
 class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
-"""`PostgresLedger`: the ledger of a run in a PostgreSQL schema, for servers that take over from each other.
+"""`PostgresLedger`: the ledger in a PostgreSQL schema, for servers that take over from each other.
 
 A transaction is one message (simple query protocol), so a server suspended while sending it holds no lock,
 and a pooler may switch sessions. Only batches over `MESSAGE_BYTES` take several. A server that loses the
-lease (`database_lease`) or the database no longer reads or writes.
+lease or the database no longer reads or writes.
 """
 
 from __future__ import annotations
@@ -129,10 +129,7 @@ class PostgresLedger(Ledger):
             await connection.close()
 
     async def _open(self) -> Connection:
-        """The first call connects and creates the tables.
-
-        Three connections keep long reads and writes from delaying the lease's renewals.
-        """
+        """Three connections keep long reads and writes from delaying the lease's renewals."""
         if self._lost:
             raise StoreError(f"{self._name}: {self._lost}")
         async with self._opening:
@@ -301,8 +298,7 @@ def _unescaped(value: Any) -> Any:
 
 
 def split_url(url: str, folder: Path) -> tuple[str, str]:
-    """The connection URL, and the schema that `?schema=NAME` names or the folder implies. Raises
-    ConfigError."""
+    """Split off the schema that `?schema=NAME` names or the folder implies. Raises ConfigError."""
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
     named = [value for name, value in query if name == "schema"]

@@ -1,4 +1,4 @@
-"""`PostgresReading`: reads a run's PostgreSQL ledger for people."""
+"""`PostgresReading` reads a run's PostgreSQL ledger for people."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinkerscript.ledger.rows import LEDGER_VERSION
 
 
 class PostgresReading(Reading):
-    """A run's schema, which reads as empty until it exists. Queries are read-only transactions."""
+    """A schema, which reads as empty until it exists. Queries are read-only transactions."""
 
     def __init__(self, url: str, folder: Path) -> None:
         """Raises ConfigError if the database does not answer or has another version."""

@@ -1,7 +1,7 @@
-"""`LedgerReader`: reads a run's ledger for people, from any thread, while the run writes.
+"""`LedgerReader` reads a run's ledger for people, from any thread, while the run writes.
 
-It opens only a ledger in the run's folder or one that the user names, because a stranger's run folder could
-name any database.
+It opens only a ledger in the run's folder or one that the user names: a stranger's run folder could name any
+database.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinkerscript.ledger.reading import NamedRow, Reading, Rows, SqliteReading
 from tinkerscript.ledger.tokens import TrainedSequence, unpacked_sequences
 from tinkerscript.rollouts.call import Call
 
-# The user's consent to read this ledger outside of the run's folder.
+# The user consents to read this ledger outside of the run's folder.
 STORE_VARIABLE = "TINKERSCRIPT_STORE"
 
 # The fact with the trainer's status; see `train.run_status`.
@@ -35,15 +35,15 @@ MAX_CONFIG_BYTES = 2**20
 
 class LedgerReader:
     def __init__(self, folder: Path, *, store: str = "") -> None:
-        """`store` is the config's `interchange_server.store`. Empty: the one in the folder's config, if it is
-        a file in the folder or equals the user's environment variable.
+        """`store` is the config's `interchange_server.store`; empty: the folder's, if it is a file there or
+        equals the user's environment variable.
 
         Raises ConfigError without a run, or for a ledger of another version or an unreadable one. Until the
         ledger exists, queries return nothing.
         """
         self.folder = folder
         self._config: tuple[int, dict[str, Any]] = (0, {})
-        # Supervised training has no server, so its ledger is always in its folder.
+        # Supervised training has no server; its ledger is in its folder.
         is_sft = self.config.get("method") == "sft"
         self._store = "sqlite" if is_sft else store or self._stated_store()
         self._connect = self._opener()
@@ -125,7 +125,6 @@ class LedgerReader:
         return self.calls_of(CALLS_OF_CLAIM.replace("{s}", ""), (sequence, attempt))
 
     def calls_of(self, query: str, parameters: Sequence[Any]) -> list[Call]:
-        """Raises NotRecordedError."""
         found = self.rows(query, parameters)
         try:
             return decoded(((bytes(data),) for (data,) in found), self._dictionaries)

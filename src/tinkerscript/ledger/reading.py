@@ -104,7 +104,6 @@ class SqliteReading(Reading):
 
 
 def plain(value: Any) -> Any:
-    """Convert PostgreSQL's types to SQLite's."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return bytes(value) if isinstance(value, memoryview) else value

@@ -1,7 +1,7 @@
 """The tables of a run's ledger, each as the struct of its rows, which also travel over the link.
 
-`KEY` and `CONSTRAINTS` enforce that an episode ends once, that it trains once per step and role, and that a
-policy version is published once. Rows of undone steps stay, with the resumption in `undone`.
+`KEY` and `CONSTRAINTS` ensure that an episode ends once and trains once per step and role, and that a policy
+version is published once. Rows of undone steps stay, with the resumption in `undone`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ OF_EPISODE = ("FOREIGN KEY (episode) REFERENCES {s}episodes (sequence)",)
 class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     TABLE: ClassVar[str]
     KEY: ClassVar[tuple[str, ...]] = ()
-    """Primary key; a row replaces the one with its key. Tables without a key have a column `number`, in the
-    order of writing."""
+    """Primary key. Tables without a key have a column `number`, in the order of writing."""
 
     ONCE: ClassVar[bool] = False
     """Whether a second row with a key is an error instead."""
@@ -33,11 +32,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the first row with a key stays instead."""
 
     FIXED: ClassVar[tuple[str, ...]] = ()
-    """Columns that later rows with the key do not write, which saves updating indexes."""
+    """Columns that later rows with the key leave, which saves updating indexes."""
 
     PACKED: ClassVar[str] = ""
-    """Column that the ledger compresses."""
-
     CONSTRAINTS: ClassVar[tuple[str, ...]] = ()
     INDEXES: ClassVar[tuple[str, ...]] = ()
     """Columns in parentheses, and optionally a WHERE clause."""
@@ -116,8 +113,7 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """1: a trainer knows of its failure."""
 
     consumed: int = 0
-    """1: a step or evaluation used it or left it out, or a resumption gave it up. One statement updates
-    many."""
+    """1: a step or evaluation used it or left it out, or a resumption gave it up."""
 
     dropped: int = 0
     """1: an operator removed it from the failures."""
@@ -433,7 +429,7 @@ TrainerRow = (
     | NoteRow
     | FactRow
 )
-# A transaction writes rows in this order, so referring tables come later.
+# In the order of writing: referring tables come later.
 TABLES: tuple[type[Row], ...] = (
     FactRow,
     SampleRow,
@@ -456,7 +452,7 @@ TABLES: tuple[type[Row], ...] = (
     NoteRow,
 )
 
-# Tables in which resuming marks later steps' rows as undone.
+# Resuming marks later steps' rows in these as undone.
 UNDONE: tuple[type[Row], ...] = (
     PublicationRow,
     StepRow,
@@ -495,7 +491,7 @@ def _type_of(annotation: Any) -> tuple[type, bool]:
 
 
 def create_statements(*, postgres: bool = False) -> list[str]:
-    """For all tables and indexes. `{s}` stands for the schema and a dot, or nothing."""
+    """`{s}` stands for the schema and a dot, or nothing."""
     types_of = _POSTGRES if postgres else _SQLITE
     number = "number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
     if not postgres:

@@ -1,4 +1,4 @@
-"""`SqliteLedger`: the ledger of a run in one SQLite file.
+"""`SqliteLedger`: the ledger in one SQLite file.
 
 With durability `normal` (WAL, synchronous=NORMAL) a commit takes tens of microseconds, so it runs on the
 event loop; batches over `LONG_BATCH` use a thread. At `LOG_BYTES`, a thread syncs the log into the file. Rows

@@ -1,6 +1,6 @@
-"""Where the time of training steps goes (`step_times`), and which config key would help most.
+"""Where training steps spend their time (`step_times`), and which config key would help most.
 
-The wait for groups that would become too old is measured; other waiting is split between model calls and
+The wait for groups that would become too old is measured. Other waiting is split between model calls and
 programs as running episodes split their time.
 """
 
@@ -13,7 +13,6 @@ from tinkerscript.ledger.reader import LedgerReader
 
 NAMES = ("rollout", "train", "publish", "sample", "wait_stale")
 
-# From this share of the time, waiting for old groups is worth a change.
 MUCH = 0.1
 
 # Overlapping pays if sampling and training each take this share.

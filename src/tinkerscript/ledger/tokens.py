@@ -55,7 +55,6 @@ _decode = msgspec.msgpack.Decoder(list[TrainedSequence]).decode
 
 
 def packed_sequences(sequences: Sequence[TrainedSequence]) -> bytes:
-    """Compressed before the link, to spare it and the server's processor."""
     return packed(_encode(sequences))
 
 

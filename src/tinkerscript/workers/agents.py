@@ -2,8 +2,8 @@
 
 Each episode runs the agent in `/work` of a `bubblewrap` sandbox, with the sample's input as its prompt. Then
 all processes end, each file in a sample's metadata `tests` is restored or removed, and the scorers run in the
-same sandbox with a fresh home, without the agent's programs or the model. To add an agent, write its
-`CodingAgent` and add it to `AGENTS`.
+same sandbox with a fresh home, without the agent's programs or the model. To add an agent, add its
+`CodingAgent` to `AGENTS`.
 
 Sources: the programs' help and documentation; Claude Code 2.1, Codex CLI 0.169, mini-swe-agent 2.4, opencode
 1.18.
@@ -48,7 +48,6 @@ TESTS = "tests"
 
 class AgentTask(InspectTask):
     def __init__(self, name: str, agent: str, time_limit_s: float, /, **args: Any) -> None:
-        """Raises ConfigError or WorkerError."""
         super().__init__(name, **args)
         program = agent_named(agent)
         installation_of(program)
@@ -88,7 +87,7 @@ def agent_solver(agent: CodingAgent, time_limit_s: float) -> Solver:
 
 
 def _record(agent: CodingAgent, run: AgentRun) -> None:
-    # Inspect's record of the sample becomes the episode's transcript.
+    # This becomes the episode's transcript.
     found: dict[str, JsonValue] = {
         "exit_code": run.exit_code,
         "model_calls": run.calls,
@@ -129,8 +128,8 @@ class AgentRun:
 async def run_agent(
     agent: CodingAgent, prompt: str, *, sandbox: Bubblewrap, model: EpisodeModel, limit_s: float
 ) -> AgentRun:
-    """Raises WorkerError for an agent that is not installed, made no model call, or ended with an unsupported
-    call; ClaimLostError; IsolationError.
+    """Raises ClaimLostError, IsolationError, and WorkerError for an agent that is not installed, made no
+    model call, or ended with an unsupported call.
     """
     if len(prompt.encode()) > MAX_PROMPT_BYTES:
         raise WorkerError(
@@ -275,7 +274,6 @@ def _opencode_config(job: AgentJob) -> Mapping[str, str]:
     return {".config/opencode/opencode.json": json.dumps(config)}
 
 
-# For `tinkerscript worker --agent`.
 AGENTS: Mapping[str, CodingAgent] = {
     "claude-code": CodingAgent(
         "claude",
@@ -327,7 +325,6 @@ AGENTS: Mapping[str, CodingAgent] = {
 
 
 def agent_named(name: str) -> CodingAgent:
-    """Raises WorkerError."""
     if name not in AGENTS:
         raise WorkerError(f"there is no agent {name!r}; there are {', '.join(AGENTS)}")
     return AGENTS[name]
@@ -341,7 +338,6 @@ class Installation:
 
 
 def installation_of(agent: CodingAgent) -> Installation:
-    """Raises WorkerError if the agent is not on the PATH."""
     found = shutil.which(agent.program)
     if found is None:
         raise WorkerError(f"{agent.program!r} is not on the PATH; docs/agents.md shows how to install it")

@@ -1,7 +1,7 @@
 """`Task` is the interface of every kind of environment, and `load_task` makes one from its name.
 
 The trainer asks a task for its samples; a worker runs one with its episode's `EpisodeModel`. `verifiers:ENV`
-is of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and every other name is one of
+is of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and every other name is
 Inspect's.
 """
 
@@ -81,7 +81,7 @@ class EpisodeModel:
     async def complete(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
         """Make a model call and return the reply's message (`role`, `content`, and `tool_calls` if any).
 
-        `messages` and `fields` follow OpenAI's chat completions. Raises like `ChatEndpoint.complete`.
+        Arguments follow OpenAI's chat completions. Raises like `ChatEndpoint.complete`.
         """
         body = {"model": self.name, "messages": list(messages), **self.sampling, **fields}
         completion = await self.endpoint.complete(self.base_url, self.api_key, body)
@@ -136,8 +136,8 @@ class Task(ABC):
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> RolloutResult:
         """Run one episode and score it. Calls may be concurrent.
 
-        Returns a reward, or a reward and more (see `named_scores`). Raises if the rollout cannot be scored:
-        an exception is recorded as the reason of a failure.
+        Returns a reward, or a reward and more (see `named_scores`). Raises if the rollout cannot be scored,
+        and the exception is recorded as the reason.
         """
 
     @classmethod
@@ -156,10 +156,10 @@ def named_scores(
     metadata: Mapping[str, JsonValue] | None = None,
     call_rewards: Mapping[str, float] | None = None,
 ) -> WorkflowOutput:
-    """Make a rollout's result with scores by name. `call_rewards` rewards single calls.
+    """Make a rollout's result with scores by name, shown and averaged as `score/<name>`.
 
-    Scores are shown, and averaged as `score/<name>`; `metrics` are averaged under their names. `answer` shows
-    people what was scored.
+    `metrics` are averaged under their names. `answer` shows people what was scored. `call_rewards` rewards
+    single calls.
     """
     shown: dict[str, JsonValue] = {
         "scores": dict(scores),
@@ -182,8 +182,9 @@ TASK_KINDS: Mapping[str, str] = {
     "textarena": "tinkerscript.workers.environments.textarena_game:TextArenaGame",
     "verifiers": "tinkerscript.workers.environments.verifiers_environment:VerifiersEnvironment",
 }
-"""Kind, which also names its extra -> `module:factory`. A factory takes the part after the colon and the
-task's arguments, and raises ConfigError.
+"""Kind, which also names its extra -> `module:factory`.
+
+A factory takes the part after the colon and the task's arguments, and raises ConfigError.
 """
 
 ENTRY_POINTS = "tinkerscript.tasks"  # Other packages' kinds, with factories like ours.
@@ -194,7 +195,7 @@ _INSPECT_FACTORY = "tinkerscript.workers.inspect_task:InspectTask"
 
 
 def kind_of(name: str) -> str:
-    """Return one of `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
+    """Return a kind of `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
     prefix, colon, rest = name.partition(":")
     if re.fullmatch(r".+\.py:\w+", name):
         return OWN
@@ -294,7 +295,6 @@ def _name_anywhere(name: str) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Raises WorkerError if the file is missing or cannot be imported."""
     path = path.resolve()
     check_is_there(path)
     name = f"tinkerscript_script_{path.stem}"
@@ -324,7 +324,6 @@ def how_to_install(module: str | None) -> str:
 
 
 def check_is_there(path: Path) -> None:
-    """Raises WorkerError with the files that exist."""
     if not path.is_file():
         raise WorkerError(f"no script at {path}; {_beside(path)}")
 

@@ -45,8 +45,8 @@ class ChatAttempt(Generic[Reply]):
 class ChatEndpoint:
     """A connection pool per gateway process (base URL), for one event loop.
 
-    A call is retried while the server restarts or is busy, and never after a final refusal. aiohttp takes a
-    fraction of httpx's CPU time per request.
+    Calls are retried while the server restarts or is busy. aiohttp takes a fraction of httpx's CPU time per
+    request.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class ChatEndpoint:
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        # Tests replace `sleep`.
         self._connections = connections
         self._timeout = aiohttp.ClientTimeout(total=call_timeout_s, sock_connect=30.0)
         self._retry = retry or RetryPolicy()
@@ -75,7 +74,6 @@ class ChatEndpoint:
         return json.loads(await self._answer(url, api_key, data, "application/json", self.whole))
 
     async def get_json(self, url: str, api_key: str) -> dict[str, Any]:
-        """Raises like `complete`."""
         return json.loads(await self._answer(url, api_key, None, "application/json", self.whole))
 
     async def open_stream(self, url: str, api_key: str, data: bytes) -> aiohttp.ClientResponse:

@@ -43,7 +43,7 @@ class OpenEnvEnvironment(Task):
         system_prompt: str = INSTRUCTION,
     ) -> None:
         """`reset` has arguments for every reset. `sessions` limits open sessions (0: no limit). The schema of
-        an action is appended to `system_prompt`.
+        actions is appended to `system_prompt`.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -91,7 +91,6 @@ class OpenEnvEnvironment(Task):
         return named_scores(0.0, scores, metrics=metrics, call_rewards=rewards)
 
     async def _action_schema(self) -> dict[str, Any]:
-        # A server has one kind of action.
         if not self._schema:
             async with httpx.AsyncClient(timeout=SCHEMA_TIMEOUT_S) as http:
                 response = await http.get(f"{self._url}/schema")
@@ -103,7 +102,7 @@ class OpenEnvEnvironment(Task):
 def parse_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the JSON object in a reply, possibly in a code fence, or None.
 
-    If the schema requires exactly one field, its value is enough, as JSON or as plain text.
+    If the schema requires exactly one field, its value is enough, as JSON or plain text.
     """
     text = reply.strip()
     if text.startswith("```") and text.endswith("```"):
