@@ -1,7 +1,7 @@
 """`ChatTemplate` renders a model's Jinja chat template as transformers does, without importing it.
 
-Probes show which messages a template accepts. The environment copies `transformers.utils.chat_template_utils`
-(5.5), and a test compares the two.
+The environment copies `transformers.utils.chat_template_utils` (5.5), and a test compares the two. Probes
+show which messages a template accepts.
 """
 
 from __future__ import annotations
@@ -147,7 +147,6 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:
-        """Raises ConfigError."""
         templates = _templates_of(folder)
         return cls(templates, _tokens_of(folder), origin=str(folder), kwargs=kwargs) if templates else None
 
@@ -285,7 +284,7 @@ def _call_text(function: Mapping[str, Any]) -> str:
 def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
     """Return the template files by name, with `kwargs` as defaults; empty without `kwargs`.
 
-    A checkpoint with these files prompts as in training wherever it is served.
+    A checkpoint with them prompts as in training wherever it is served.
     """
     if not kwargs:
         return {}

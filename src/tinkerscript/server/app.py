@@ -66,7 +66,7 @@ class InterchangeServer:
     engine: EngineRoutes
     sampler: LinkSampler
     remote_sampler: RemoteSampler | None
-    """If the config names an inference server, it replaces the engine."""
+    """Replaces the engine if the config names an inference server."""
 
     outside: Sequence[OutsideServer]
     gateways: GatewayProcesses | None

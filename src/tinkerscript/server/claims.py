@@ -109,8 +109,8 @@ class _Usage:
 
 
 class LeasedClaims(ClaimBook):
-    """A claim does not expire during a call or exceed its limits, and calls are recorded before they are
-    answered.
+    """Calls are recorded before they are answered. A claim does not expire during a call or exceed its
+    limits.
     """
 
     def __init__(
@@ -211,10 +211,7 @@ class LeasedClaims(ClaimBook):
         return usage.oldest_version
 
     def _granted(self, usage: _Usage, number: int, max_tokens: int) -> int:
-        """Limit `max_tokens` to the claim's rest for each of `number` samples.
-
-        Raises GatewayError 403 `claim_limit_exceeded`, or 429 while running calls reserve the rest.
-        """
+        """Limit `max_tokens` to the claim's rest for each of `number` samples."""
         calls_left, tokens_left = self._max_calls - usage.calls, self._max_tokens - usage.tokens
         if calls_left < number:
             raise _exceeded(f"{self._max_calls} model calls")
@@ -239,7 +236,6 @@ class LeasedClaims(ClaimBook):
 
 
 def _check_bytes(usage: _Usage, number: int) -> None:
-    """Raises GatewayError 403 beyond the limit, or 429 if running calls may need the bytes."""
     limit = RECORDED_BYTES.limit
     if usage.bytes + number > limit:
         raise RECORDED_BYTES.refusal(usage.bytes + number)

@@ -1,8 +1,8 @@
 """`Clients`: what each client did recently, which must slow down, and how much each token may hold.
 
 A broken client fails at once and claims again, using up many episodes' attempts. After `MIN_FAILURES`
-failures in a row it gets one episode per second, and for `QUARANTINE_S` none, once the others' success rate
-cannot explain its failures. A client with its own token is `NAME/CLIENT_UUID`, and is also tracked as
+failures in a row it gets one episode per second, and once the others' success rate cannot explain its
+failures, none for `QUARANTINE_S`. A client with its own token is `NAME/CLIENT_UUID`, and is also tracked as
 `NAME/`, so a new uuid does not help it. If everyone fails, the run ends by itself (`NoSuccessError`).
 """
 
@@ -108,7 +108,6 @@ class Clients:
         return client_uuid
 
     def check_pool(self, account: str, pool: str) -> None:
-        """Raises UnauthorizedError 403 unless the pool is the trainer's or the account's."""
         if account and pool not in (TRAINER_POOL, account):
             raise UnauthorizedError(
                 403, f"client {account!r} may use the trainer's pool and its own, not {pool!r}"
@@ -119,7 +118,6 @@ class Clients:
         return max(0, self._max_claims[name] - self._held[name]) if name else math.inf
 
     def check_waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> None:
-        """Raises QuotaError."""
         name = self.account(client)
         held = self._held[name] if what == "an episode" else 0
         if name and held + self._waiting[name, what] >= self._max_claims[name]:
@@ -130,7 +128,6 @@ class Clients:
 
     @contextmanager
     def waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> Generator[None]:
-        """Raises QuotaError."""
         self.check_waiting(client, what)
         key = self.account(client), what
         self._waiting[key] += 1
@@ -289,7 +286,6 @@ class RunEnd:
         return self.is_here
 
     async def known_to_all(self) -> None:
-        """Waits at most `shutdown_s` seconds."""
         try:
             async with asyncio.timeout(self._shutdown_s):
                 while self.is_here and self._unaware:

@@ -1,7 +1,5 @@
-"""A gateway process (`tinkerscript gateway`), which the server starts.
-
-It answers its claims' model calls on its own port. The server's ledger has everything that it knows, so it
-can die at any time.
+"""A gateway process (`tinkerscript gateway`), which the server starts, answers its claims' model calls on its
+own port. It can die at any time, because the server's ledger has everything that it knows.
 """
 
 from __future__ import annotations
@@ -60,7 +58,6 @@ class GatewayProcess:
         self._claims = RemoteClaims(self._channel.send)
 
     async def run(self, channel: socket.socket, listener: socket.socket) -> None:
-        """Raises ConfigError."""
         loop = asyncio.get_running_loop()
         self._setup = loop.create_future()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)

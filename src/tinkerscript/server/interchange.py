@@ -240,12 +240,10 @@ class Interchange:
         self.on_ended(numbers)
 
     async def commit(self) -> None:
-        """Raises StoreError."""
         self.settle()
         await self._ledger.durable()
 
     def when_committed(self, callback: Callable[[], None]) -> None:
-        """Run `callback` after all settled changes, and never before this call returns."""
         self._ledger.after_commit(callback)
 
     async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
@@ -447,7 +445,6 @@ class Interchange:
         )
 
     def _check_pool(self, new: NewEpisode, number: int) -> None:
-        """Raises QuotaError."""
         quota = self._totals.pool_episodes
         if number and self.book.counts.unfinished(new.pool) + number > quota:
             raise QuotaError(

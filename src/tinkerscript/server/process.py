@@ -1,7 +1,7 @@
 """The server as a process: one run folder, one HTTP socket, one link, graceful shutdown.
 
 Errors that a user can fix are found before the app is imported, which takes seconds. One server at a time
-serves a run folder, and `server.json` is written once its addresses accept connections. With a shared ledger,
+serves a run folder, and writes `server.json` once its addresses accept connections. With a shared ledger,
 servers of several folders take turns, and answer 503 meanwhile.
 """
 
@@ -166,7 +166,7 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
 class Gate:
     """The process's ASGI app: the server's while it may serve, otherwise 503.
 
-    Clients then try again, and `/ready` shows a load balancer where to send them.
+    Clients then try again; `/ready` shows a load balancer where to send them.
     """
 
     def __init__(self) -> None:
@@ -225,7 +225,6 @@ class _Terms:
         self._served = False
 
     async def run(self) -> None:
-        """Raises ConfigError, and the error of an unshared ledger."""
         said = ""
         try:
             while True:

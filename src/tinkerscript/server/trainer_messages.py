@@ -80,7 +80,6 @@ class LastCommit(msgspec.Struct, frozen=True):
 
 
 async def read_last_commit(ledger: Ledger) -> LastCommit:
-    """Raises StoreError."""
     found = await ledger.read("SELECT value FROM {s}facts WHERE name = ?", (LAST_COMMIT,))
     return msgspec.json.decode(found[0][0], type=LastCommit) if found else LastCommit()
 
@@ -332,7 +331,7 @@ class TrainerMessageHandler:
 
 
 class OutcomeStream:
-    """Sends the committed, unused outcomes in order of their end numbers, until the trainer has them.
+    """Sends committed, unused outcomes in order of their end numbers, until the trainer has them.
 
     An outcome too large for a message fails its episode, so that it does not block the others.
     """
@@ -399,9 +398,8 @@ class OutcomeStream:
         return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord], reading: int) -> None:
-        """An outcome that cannot be read or encoded fails alone.
-
-        Sending stops after a `follow`, which has queued these outcomes again.
+        """An outcome that cannot be read or encoded fails alone. A `follow` ends this, having queued the rest
+        again.
         """
         try:
             first_offers = [each for each in episodes if each.state == "failed" and not each.offered]

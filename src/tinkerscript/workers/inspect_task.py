@@ -37,9 +37,9 @@ from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 
 
 class InspectTask(Task):
-    """An Inspect task: `file.py@name`, or a registered name, with the task function's arguments.
+    """An Inspect task: `file.py@name`, or a registered name.
 
-    These also choose the samples: training and evaluation use the task's whole dataset.
+    The task function's arguments choose the samples: training and evaluation use the task's whole dataset.
     """
 
     def __init__(self, name: str, /, **args: Any) -> None:

@@ -1,6 +1,6 @@
 """Relays for model calls of programs that must not, or cannot, hold a claim's key.
 
-`ModelRelay` is for a library that would keep a model client for every key: a request header names the
+`ModelRelay` is for a library that would keep a model client for every key; a request header names the
 conversation. `AgentRelay` is the only way out of an agent's sandbox, and passes only routes of the model.
 """
 
@@ -110,7 +110,7 @@ class AgentRelay:
         self._model = model
         self._models: dict[str, Any] = {}
         self.answered = 0
-        self.refusals: Counter[str] = Counter()  # By `STATUS METHOD PATH`.
+        self.refusals: Counter[str] = Counter()
         self.last_refusal = ""
         self.refused = False  # For the last model call.
         self.lost: ClaimLostError | None = None

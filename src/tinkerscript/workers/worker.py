@@ -87,13 +87,12 @@ class WorkerOptions:
     concurrency: int = 1
     client_uuid: str | None = None
     episode_type: ClaimType = "any"
-    pool: str = TRAINER_POOL  # The trainer's, or a registering client's `client_uuid`.
-    # Seconds without activity before claims lose their lease.
+    pool: str = TRAINER_POOL
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     exit_with_parent: bool = False  # When standard input, a pipe from the parent, closes.
-    grace_s: float = DEFAULT_GRACE_S  # For running episodes after SIGTERM.
-    give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S  # For an unreachable server. None: no limit.
-    token: str | None = field(default=None, repr=False)  # None if the server requires none.
+    grace_s: float = DEFAULT_GRACE_S
+    give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S
+    token: str | None = field(default=None, repr=False)
 
 
 def run_worker(options: WorkerOptions) -> RunStatistics:
@@ -228,7 +227,7 @@ def tasks_with_args(
 def load_rollout(script: str | Path) -> RolloutFunction:
     """Return a script's `rollout`, with its folder first in `sys.path`, as when Python runs it.
 
-    Raises WorkerError for a missing file or function, or a script that cannot be imported.
+    Raises WorkerError for a missing file or function, or a failing import.
     """
     path = Path(script).expanduser().resolve()
     module = load_module(path)
@@ -287,7 +286,7 @@ class TaskRollout:
         await self._stack.aclose()
 
     async def __call__(self, episode: Episode) -> RolloutResult:
-        """Raises WrongTaskError, WorkerError for a payload without a task or a sample, and the rollout's
+        """Raises WrongTaskError, WorkerError for a payload without a task or sample, and the rollout's
         exceptions.
         """
         task, sample = self._found(episode)

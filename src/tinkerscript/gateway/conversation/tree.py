@@ -12,8 +12,8 @@ tools. Ids only choose among the calls that content allows:
 
 - An assistant message with an id that we issued must be that call's reply.
 - Reasoning may be dropped, but not changed.
-- Of several matching calls, the first that no other call continues, recorded or in flight, is chosen, so
-  that parallel conversations with equal messages continue one call each.
+- Of several matching calls, the first that no other call continues, recorded or in flight, is chosen, so that
+  parallel conversations with equal messages continue one call each.
 
 Text completions are matched by ids. A prompt continues the longest stream that it starts with; among equal
 streams, the first that no call continues.

@@ -3,7 +3,8 @@
 An episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result counts only from
 the claim that holds the lease; a failure that a trainer may have used is final. The book holds all episodes
 that are not consumed and about the last `KEPT` consumed ones; the ledger has the rest (`recall`). No I/O, no
-asyncio, injected clocks. Operations cost O(log n), except an operator's pages.
+asyncio, injected clocks. Operations cost O(log n), except an operator's pages. They raise UnknownEpisodeError
+for a uuid that the book does not hold, and NotTheOwnerError for a claim without the lease.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ from tinkerscript.server.episodes.record import (
     content_digest,
 )
 
-# Not the attempt's fault. After `MAX_FORGIVEN` they do count, so that no client can keep an episode from
-# ending.
+# Not the attempt's fault. After `MAX_FORGIVEN` they do count, so that every episode ends.
 FORGIVEN_KINDS = (HANDED_BACK, CLIENT_GONE, CLIENT_STOPPED)
 MAX_FORGIVEN = 20
 
@@ -82,7 +82,6 @@ class EpisodeBook:
         self._next_end = 1
 
     def get(self, uuid: str) -> EpisodeRecord:
-        """Raises UnknownEpisodeError."""
         try:
             return self._episodes[uuid]
         except KeyError:
@@ -213,7 +212,7 @@ class EpisodeBook:
             self._changes.added[each] = episode
 
     def cancel(self, uuid: str, reason: str) -> bool:
-        """Return False if the episode is over. Raises UnknownEpisodeError."""
+        """Return False if the episode is over."""
         episode = self.get(uuid)
         if episode.state == "registered":
             self._note_failure(episode, Failure(kind=CANCELLED, message=reason))
@@ -226,7 +225,7 @@ class EpisodeBook:
         return True
 
     def offer_failure(self, uuid: str) -> EpisodeRecord:
-        """A trainer knows the failure, so it is final. Raises UnknownEpisodeError."""
+        """A trainer knows the failure, so it is final."""
         episode = self.get(uuid)
         if not episode.offered:
             episode.offered = True
@@ -335,7 +334,7 @@ class EpisodeBook:
         return episode
 
     def held(self, uuid: str, attempt: int) -> EpisodeRecord:
-        """Renew the lease. Raises UnknownEpisodeError or NotTheOwnerError."""
+        """Renew the lease."""
         episode = self.get(uuid)
         _check_holds(episode, attempt)
         self.leases.renew(episode)
@@ -361,10 +360,7 @@ class EpisodeBook:
         return episode
 
     def abort(self, uuid: str, attempt: int, failure: Failure) -> EpisodeRecord:
-        """Requeue the episode, or fail it if no attempt is left. Idempotent.
-
-        Raises UnknownEpisodeError or NotTheOwnerError.
-        """
+        """Requeue the episode, or fail it if no attempt is left. Idempotent."""
         episode = self.get(uuid)
         owner = episode.claimants[attempt - 1] if 1 <= attempt <= episode.attempt else ""
         failure = failure.model_copy(update={"attempt": attempt, "client_uuid": owner})
@@ -374,7 +370,7 @@ class EpisodeBook:
         return episode
 
     def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
-        """Fail an episode that no claim could finish. Raises UnknownEpisodeError or NotTheOwnerError."""
+        """Fail an episode that no claim could finish."""
         episode = self.get(uuid)
         _check_holds(episode, attempt)
         failure = failure.model_copy(update={"attempt": attempt, "client_uuid": episode.client_uuid})
@@ -384,7 +380,7 @@ class EpisodeBook:
     def give_up(self, uuid: str, reason: str) -> EpisodeRecord:
         """Fail an ended episode with a result too large to deliver.
 
-        Raises UnknownEpisodeError, or ConflictError if it has not ended or is consumed.
+        Raises ConflictError if it has not ended or is consumed.
         """
         episode = self.get(uuid)
         if episode.status != "ended":
@@ -411,10 +407,7 @@ class EpisodeBook:
         return closed
 
     def retry(self, uuid: str) -> EpisodeRecord:
-        """Requeue a failed episode with new attempts.
-
-        Raises UnknownEpisodeError, or ConflictError with the reason.
-        """
+        """Requeue a failed episode with new attempts. Raises ConflictError with the reason."""
         episode = self._get_failed(uuid)
         if stands := episode.why_failure_stands():
             raise ConflictError(stands)
@@ -432,8 +425,7 @@ class EpisodeBook:
     def drop(self, uuid: str) -> EpisodeRecord:
         """Remove a failed episode from the list of failures. Idempotent.
 
-        In a client's pool, where no trainer waits for it, this also consumes it. Raises UnknownEpisodeError
-        or ConflictError.
+        In a client's pool, where no trainer waits for it, this also consumes it. Raises ConflictError.
         """
         episode = self._get_failed(uuid)
         if not episode.consumed:
@@ -469,7 +461,6 @@ class EpisodeBook:
             self._failed[episode.sequence] = episode
 
     def _move(self, episode: EpisodeRecord, state: State) -> None:
-        """Raises ConflictError for an illegal transition."""
         if state not in TRANSITIONS[episode.state]:
             raise ConflictError(f"episode {episode.uuid!r} cannot go from {episode.state} to {state}")
         if episode.state == "registered":

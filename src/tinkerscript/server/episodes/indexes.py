@@ -2,8 +2,7 @@
 
 A claim request gets new claims once; repeated while one of them holds, it gets the same. A claimable episode
 wakes the longest-waiting client that may claim it, and a client that cannot use the wake-up passes it on, so
-no episode stays idle while a client waits for one. Each operation costs O(log n) or less, whatever other
-pools hold.
+no episode stays idle while a client waits for one.
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ class ClaimRequests:
             self._remember(key)
 
     def answered(self, key: RequestKey) -> list[EpisodeRecord] | None:
-        """None for a new request."""
         held = self._held.get(key)
         if held is not None:
             return list(held.values())
@@ -254,7 +252,6 @@ class Leases:
     """A lease expires `lease_s` after the last activity, at the latest at `ends_at`."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], *, max_claim_s: float) -> None:
-        """`clock` measures leases, `wall` (Unix time) lifetimes, also across restarts."""
         self._clock = clock
         self._wall = wall
         self._max_claim_s = max_claim_s
@@ -272,18 +269,15 @@ class Leases:
         episode.renewed_at = self._clock()
 
     def begin_call(self, episode: EpisodeRecord) -> None:
-        """Keeps the lease until the model call ends."""
         episode.calls_in_flight += 1
         self.renew(episode)
 
     def end_call(self, episode: EpisodeRecord, attempt: int) -> None:
-        """Renews the lease unless the claim is lost."""
         if episode.state == "claimed" and episode.attempt == attempt:
             episode.calls_in_flight -= 1
             self.renew(episode)
 
     def next_deadline(self) -> float | None:
-        """None without claims."""
         while self._heap:
             at, sequence, attempt, episode = self._heap[0]
             if episode.state != "claimed" or episode.attempt != attempt:
@@ -386,7 +380,6 @@ class StateCounts:
         return {kind: EpisodeCounts(**counts) for kind, counts in self._types.items()}
 
     def by_pool(self, *, unfinished_only: bool = False) -> dict[str, EpisodeCounts]:
-        """Always includes the trainer's pool."""
         return {
             pool: EpisodeCounts(**counts)
             for pool, counts in self._pools.items()

@@ -260,7 +260,6 @@ def episode_row(episode: EpisodeRecord) -> EpisodeRow:
 
 
 def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
-    """Attempt 0 is an unclaimed episode's end."""
     failure = next((each for each in episode.failures if each.attempt == attempt), None)
     is_claim = attempt > 0
     return AttemptRow(

@@ -1,7 +1,4 @@
-"""Endpoints of a claim. Nothing is answered before it is committed.
-
-A refusal's status shows the client how to react (`asgi.Refusals`). Transcripts are not parsed.
-"""
+"""Endpoints of a claim. A refusal's status shows the client how to react (`asgi.Refusals`)."""
 
 from __future__ import annotations
 
@@ -351,7 +348,6 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     def _transcript_length(self, request: Request) -> int:
-        """Raises HTTPException."""
         try:
             length = int(request.headers["content-length"])
         except (KeyError, ValueError):
@@ -384,7 +380,6 @@ def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
 
 
 def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collection[str]) -> float:
-    """Raises HTTPException 422."""
     for role in output.role_rewards.keys() - {POLICY, *trained_roles}:
         raise HTTPException(
             422,

@@ -1,7 +1,6 @@
-"""Endpoints that register episodes. Nothing is answered before it is committed.
+"""Endpoints that register episodes. Repeating a registration has no effect.
 
-Repeating a registration has no effect. Groups in a client's pool are named `POOL/...`, and pool names have no
-slash, so groups cannot collide.
+Groups in a client's pool are named `POOL/...`, and pool names have no slash, so groups cannot collide.
 """
 
 from __future__ import annotations
@@ -118,7 +117,6 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
 
 
 def _check_own_pool(new: NewEpisode) -> None:
-    """Raises UnauthorizedError 403."""
     if new.pool == TRAINER_POOL:
         raise UnauthorizedError(
             403,

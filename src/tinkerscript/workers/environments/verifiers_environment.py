@@ -62,14 +62,13 @@ class VerifiersEnvironment(Task):
     """Its arguments are the environment's config (`taskset`, `agent` and other roles, `timeout`, ...), and
     `select`, as in `vf-eval --select`.
 
-    A role gets the harness `null` in this process and the runtime `subprocess`, because verifiers' defaults,
-    `bash` and `prime`, run the model's commands on this machine or need an account.
+    A role gets the harness `null` in this process and the runtime `subprocess`: verifiers' defaults, `bash`
+    and `prime`, run the model's commands on this machine or need an account.
     """
 
     def __init__(
         self, environment: str, /, *, select: Mapping[str, Any] | None = None, **config: Any
     ) -> None:
-        """Raises ConfigError."""
         _check_installed(environment)
         taskset = {**config.pop("taskset", {}), "id": environment}
         try:
@@ -126,7 +125,6 @@ class VerifiersEnvironment(Task):
 
 
 def _check_installed(environment: str) -> None:
-    """Raises ConfigError, also for verifiers' older API."""
     name = environment.rpartition("/")[2].partition("@")[0].replace("-", "_")
     if name.isidentifier() and find_spec(f"verifiers.v1.tasksets.{name}") is not None:
         return
@@ -228,8 +226,6 @@ _arguments: ContextVar[argparse.Namespace] = ContextVar("arguments of the chat p
 
 
 class SharedChatHarness(NullHarness):
-    """The `null` harness without a separate process, in the `subprocess` runtime's folder."""
-
     async def setup(self, runtime: Runtime) -> None:
         if not isinstance(runtime, SubprocessRuntime):
             raise TypeError(
