@@ -1,7 +1,6 @@
 """Authorization: the server's secret, claim keys, and tokens of the two roles.
 
-A claim's key is an HMAC of (episode, attempt) under the server's secret, so it survives a restart without
-being stored.
+A claim's key is an HMAC of (episode, attempt) under the server's secret, so it survives a restart unstored.
 """
 
 from __future__ import annotations
@@ -102,7 +101,7 @@ def _mac(secret: bytes, purpose: bytes, episode_uuid: str, attempt: int) -> byte
 
 @lru_cache(maxsize=8)
 def _keyed(secret: bytes) -> hmac.HMAC:
-    """Computed once because it takes half of an HMAC's time."""
+    """Takes half of an HMAC's time."""
     return hmac.new(secret, digestmod=hashlib.sha256)
 
 
@@ -148,7 +147,7 @@ def _b64(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The tokens of both roles. A role without a token admits everyone, as on a local server."""
+    """A role without a token admits everyone, as on a local server."""
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
@@ -180,7 +179,6 @@ class Roles:
         return self.client_token is None
 
     def check(self, role: Role, scope: Scope) -> None:
-        """Raises like `require`."""
         self.require(role, authorization_of(scope))
 
     def account(self, scope: Scope) -> str:
@@ -244,9 +242,8 @@ class ClaimKeys:
         return claim_alias(self._secret, episode_uuid, attempt) if self._roles.are_open else None
 
     def gateway(self, episode_uuid: str, attempt: int, *, of: int) -> int:
-        """Return which gateway process, 1 to `of`, owns a claim.
-
-        The secret decides, so the answer survives a restart, and episode names cannot steer it.
+        """Return which gateway process, 1 to `of`, owns a claim. The secret decides, so a restart changes
+        nothing, and episode names cannot steer it.
         """
         digest = _mac(self._secret, b"tinkerscript gateway", episode_uuid, attempt)
         return int.from_bytes(digest[:8]) % of + 1

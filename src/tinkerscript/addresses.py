@@ -90,7 +90,7 @@ def bind_gateways(
 
 
 def listen_near(host: str, port: int) -> socket.socket:
-    """Listen at `port`, or at a free port if it is in use. Raises OSError."""
+    """Listen at `port`, or if it is in use, at a free port. Raises OSError."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -196,7 +196,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def socket_path(run_dir: Path, name: str) -> Path:
-    """Return a path in the run folder, or in a private temporary folder if that is too long.
+    """Return a path in the run folder, or if that is too long, in a private temporary folder.
 
     Raises ConfigError if the temporary folder is not private.
     """

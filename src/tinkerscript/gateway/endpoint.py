@@ -1,7 +1,4 @@
-"""`Gateway` routes requests in every wire format to the model that they name.
-
-A role is reached only under its exact name.
-"""
+"""`Gateway` routes requests in every wire format to the model that they name. A role needs its exact name."""
 
 from __future__ import annotations
 
@@ -191,7 +188,6 @@ def gateway_of(
     sampler: Sampler,
     outside: Mapping[str, OutsideServer] | None = None,
 ) -> Gateway:
-    """Raises ConfigError."""
     folder = model_folder(config.engine.model)
     return create_gateway(
         claims=claims,

@@ -31,7 +31,6 @@ _MAX_SIDE = 4096  # transformers resizes larger images.
 
 
 def file_of(url: str, where: str) -> bytes:
-    """Raises GatewayError 400."""
     found = _DATA_URL.match(url)
     if found is None and not url.startswith("data:"):
         scheme = url.partition(":")[0][:20]
@@ -50,9 +49,10 @@ def file_of(url: str, where: str) -> bytes:
 
 
 def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
-    """Decodes the file once, so that later steps can.
+    """Raises GatewayError 400 for anything but a data URL of a whole PNG, JPEG or WebP file within the
+    limits.
 
-    Raises GatewayError 400 for anything but a data URL of a whole PNG, JPEG or WebP file within the limits.
+    Decodes the file once, so that later steps can.
     """
     data = file_of(url, where)
     try:
@@ -108,7 +108,6 @@ class ImageFormat:
         return cls(processor, settings, placeholder)
 
     def expanded(self, text: str, images: Sequence[MessageImage]) -> str:
-        """Raises GatewayError 400."""
         parts = text.split(_PLACEHOLDER)
         if len(parts) != len(images) + 1:
             message = (
@@ -147,7 +146,6 @@ class ImageFormat:
         return f"{tiles}\n{whole}" if rows else whole
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return (0, 0) if the image is a single tile."""
         if not self._splits:
             return 0, 0
         if self._resizes:
@@ -184,6 +182,5 @@ def _even(side: int) -> int:
 
 
 def files_in(messages: Iterable[ChatMessage], images: Iterable[PlacedImage]) -> dict[str, bytes]:
-    """Return the files of `images`, which are in `messages`, by digest."""
     found = (image["sha256"] for message in messages for image in images_of(message))
     return {digest: image.data for digest, image in zip(found, images, strict=True)}

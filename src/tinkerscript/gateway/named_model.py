@@ -133,7 +133,6 @@ class NamedModel(ABC):
                 self._handlers[route_of(dialect, counts=True)] = (self._count, dialect)
 
     async def handle(self, path: str, caller: Caller, body: bytes) -> None:
-        """Errors become replies in the request's dialect."""
         handler, dialect = self._handlers[path]
         try:
             await handler(dialect, caller, body)
@@ -183,8 +182,8 @@ class NamedModel(ABC):
             await caller.send_events(live.failure(error), last=True)
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
-        # Each step yields to the event loop, so that simultaneous requests run the same step one after
-        # another. Its code stays in the processor's caches, which saves a fifth of the time.
+        # Each step yields to the event loop, so that simultaneous requests run the same step in turn. Its
+        # code stays in the processor's caches, which saves a fifth of the time.
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():

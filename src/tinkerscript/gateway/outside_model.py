@@ -1,7 +1,7 @@
 """`OutsideModel` answers the calls of a role from an outside server.
 
 Only text is known, so calls never train. Every answer is recorded and counts toward the claim's limits, even
-if its caller has disconnected.
+after a disconnect.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class OutsideModel(NamedModel):
         try:
             await live.follow(asking, caller)
         finally:
-            await asyncio.wait((asking,))  # Even if the caller disconnects.
+            await asyncio.wait((asking,))
         return asking.result()
 
     async def _asked(

@@ -167,10 +167,11 @@ class ChatRenderer:
         tools: list[Tool],
         history: Callable[[], list[ChatMessage]],
     ) -> list[int] | None:
-        """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`.
+        """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`, or None
+        if the chat format cannot continue.
 
         `tail` is only the last turn's prompt, so that the cost does not grow; chat templates need the whole
-        `history`. Returns None if the chat format cannot continue.
+        `history`.
         """
         if self._renderer is None:
             conversation = history()
@@ -234,7 +235,6 @@ class ChatRenderer:
         return ended and start in sampled and end not in sampled
 
     def _checked(self, ids: list[int], unmarked: bool) -> list[int]:
-        # An escaped mark cannot be restored.
         if not unmarked and ESCAPED_MARK in self.tokenizer.decode(ids):
             raise _invalid(
                 "this model's chat format cannot write special tokens as text; remove them from the messages"
@@ -348,7 +348,6 @@ def _writes_history_alike(config: RendererConfig) -> bool:
 def _fits(
     renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
 ) -> bool:
-    """Return whether both agree on the probe conversations that the template accepts."""
     for messages, tools in PROBE_CONVERSATIONS:
         if not has_history and any(message["role"] == "assistant" for message in messages):
             continue

@@ -86,7 +86,7 @@ class ReplyFormat:
         return ReadReply([*content, rest[position:]], reasoning, calls)
 
     def split_reasoning(self, text: str) -> tuple[str, str, bool]:
-        """Return the reasoning, the text after it, and whether the reasoning has ended or is absent."""
+        """Return the reasoning, the text after it, and whether reasoning has ended or is absent."""
         opener, closer = self.thinking
         body = text.lstrip()
         if body.startswith(opener):

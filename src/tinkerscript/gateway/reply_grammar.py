@@ -22,7 +22,6 @@ JsonSchema = dict[str, Any]
 
 
 def constraint_of(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) -> Constraint | None:
-    """Raises GatewayError 400 for tool calls in a chat format with unknown markers."""
     asked_by = _asked_by(call)
     if asked_by is None:
         return None

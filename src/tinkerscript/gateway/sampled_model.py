@@ -271,9 +271,7 @@ def unknown_model(name: str, known: Collection[str]) -> GatewayError:
 def recorded_completion(
     call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
 ) -> Completion | None:
-    """None if choices are missing after a restart, or for several prompts or top logprobs, which are not
-    recorded.
-    """
+    """None for several prompts or top logprobs, which are not recorded, or choices missing after a restart."""
     if call.top_logprobs or len(call.prompts) > 1:
         return None
     ids = [choice_id(call_id, index) for index in range(call.n)]
@@ -311,7 +309,6 @@ def _choice(tokens: SampledTokens, recorded: Call, message: ChatMessage) -> Choi
 async def sample_all(
     sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
 ) -> list[SampleResult]:
-    """The first error cancels the other requests."""
     if len(requests) == 1:
         return [await sampler.sample(requests[0], progress)]
     tasks: list[asyncio.Task[SampleResult]] = []

@@ -39,7 +39,7 @@ class _StreamedChoice:
         return (len(self._ids) - len(self._pending["sampled"])) // 4
 
     def take(self, report: Progress) -> bool:
-        """Returns False if the report contradicts an earlier one."""
+        """Return False if the report contradicts an earlier one."""
         known = len(self._ids) // 4 - report.offset
         if known < 0:
             return True
@@ -71,7 +71,6 @@ class _StreamedChoice:
         return MessageDelta(index=index, content=content, reasoning=reasoning, **tokens)
 
     def rest(self, index: int, choice: Choice) -> MessageDelta | None:
-        """Raises GatewayError 500 if it contradicts earlier parts."""
         content = _after("".join(self._content), choice.message["content"])
         reasoning = _after("".join(self._reasoning), choice.message.get("reasoning_content", ""))
         tokens = choice.span(self.sent)
@@ -162,7 +161,6 @@ class StreamedReply:
         return b"".join(self._events.delta(delta) for delta in deltas if delta)
 
     def check(self, results: Sequence[SampleResult]) -> None:
-        """Raises GatewayError 503 if the results do not begin with the sent ids."""
         sequences = [sequence for result in results for sequence in result.sequences]
         for choice, sequence in zip(self._choices, sequences, strict=False):
             if not choice.is_prefix_of(sequence):

@@ -164,7 +164,7 @@ class TemplateRendering:
     def _starts_of_reply(self, prompt: str, past: str) -> list[int]:
         """Return where in `past` the last reply may begin, most likely first.
 
-        Templates may rewrite earlier messages once there is a reply (Mistral's system message, DeepSeek's
+        Once there is a reply, templates may rewrite earlier messages (Mistral's system message, DeepSeek's
         tool results, gpt-oss's reasoning); then the headers are searched.
         """
         if past.startswith(prompt):

@@ -56,8 +56,8 @@ AGENT_FIELDS: Mapping[str, Sequence[str]] = {
         "tools[type=web_search_20250305]",
     ),
 }
-"""`a.b` is a field of an object, `a[].b` of each element of a list; `a[type=b]` is the elements of this type.
-Such tools would run on the provider's servers, so the model does not see them.
+"""`a.b` is a field of an object, `a[].b` of each element of a list; `a[type=b]` is the elements of this type,
+tools that would run on the provider's servers, so the model does not see them.
 """
 
 _DECODER = msgspec.json.Decoder()
@@ -65,7 +65,6 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
-    """Raises GatewayError 400 for bad JSON."""
     try:
         request = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

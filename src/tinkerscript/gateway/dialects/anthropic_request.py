@@ -157,7 +157,6 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> MessagesCall:
-    """Raises GatewayError 400."""
     request = decode(_REQUEST, body)
     _refuse_thread(request)
     stops = request.stop_sequences or []
@@ -229,7 +228,6 @@ def _shows_thinking(thinking: _Thinking | None) -> bool:
 
 
 def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None) -> list[ChatMessage]:
-    """Raises GatewayError 400."""
     normalized: list[ChatMessage] = []
     if system:
         normalized.append({"role": "system", "content": _text(system, "system")})
@@ -252,7 +250,6 @@ def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Raises GatewayError 400 for tools that Anthropic runs."""
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 

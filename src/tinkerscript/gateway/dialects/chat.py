@@ -144,7 +144,6 @@ _CHAT = msgspec.json.Decoder(_Chat)
 
 
 def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
-    """Raises GatewayError 400."""
     return _normalized_chat(decode(_CHAT, data), ONLY_TEXT)
 
 

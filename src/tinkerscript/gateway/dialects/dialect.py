@@ -1,6 +1,7 @@
 """`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`.
 
-A field that this server does not honor is refused by name, and prompts get no added text.
+Prompts get no added text. A field that this server does not honor is refused by name; parsing raises
+GatewayError 400.
 """
 
 from __future__ import annotations
@@ -42,8 +43,6 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
-    """None means not set."""
-
     # The wire format's names.
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {
         "required_tools": "tool_choice",
@@ -64,7 +63,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """As ids (int32) instead of messages. Each gets `n` plain-text completions."""
 
     previous: str | None = None  # The call that `messages` continue.
-    store: bool = False  # Without it, only an episode's later requests may name the reply.
+    store: bool = False  # Else only an episode's later requests may name the reply.
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -74,7 +73,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: list[str] = []
-    # They end the reply, and are not part of its text.
+    # These end the reply, and are not part of its text.
     stop_token_ids: list[int] = []
     logprobs: bool = False
     top_logprobs: int = 0  # Per position.
@@ -112,7 +111,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
     call_id: str
     created: int  # Unix time in seconds.
     model: str
-    prompt: bytes  # The first prompt's int32 ids.
+    prompt: bytes  # Int32 ids of the first prompt.
     reported_prompt_tokens: int = 0  # From a server that returns no ids.
 
     @property
@@ -121,7 +120,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(ReplyHeader, frozen=True, kw_only=True):
-    choices: list[Choice]  # In the order of the prompts.
+    choices: list[Choice]
     policy_version: int  # Negative for unpublished weights.
 
 
@@ -208,7 +207,6 @@ class TokenCounter(Dialect[CallT]):
 
 
 def within_limits(call: CallT) -> CallT:
-    """Raises GatewayError 400."""
     limits.MODEL_CHARS.check(len(call.model))
     limits.PREVIOUS.check(len(call.previous or ""))
     limits.MESSAGES.check(len(call.messages))

@@ -1,7 +1,7 @@
 """OpenAI Responses: the route, its replies and its events (docs/protocol.md).
 
-Ids are the call's id with a prefix (`resp_`; for items `rs_`, `msg_`, `fc_`), so that a conversation sent
-back names the call. Function calls come last, each with its arguments in one delta.
+Ids are the call's id with a prefix (`resp_`; for items `rs_`, `msg_`, `fc_`), so a conversation sent back
+names the call. Function calls come last, each with its arguments in one delta.
 
 Source: https://platform.openai.com/docs/api-reference/responses/object,
 https://platform.openai.com/docs/api-reference/responses-streaming

@@ -123,7 +123,6 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
-    """Raises GatewayError 400."""
     conversation = _Conversation()
     if instructions:
         # Marked, because a continuation drops it.
@@ -141,7 +140,6 @@ def encrypt(reasoning: str) -> str:
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Raises GatewayError 400 for tools that OpenAI runs."""
     found: list[Tool] = []
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
@@ -153,7 +151,6 @@ def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
 
 
 def namespaces_of(tools: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Map the model's names for tools to namespaces and names."""
     return {
         namespaced(space["name"], tool["name"]): (space["name"], tool["name"])
         for space in tools
@@ -364,7 +361,6 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> ResponsesCall:
-    """Raises GatewayError 400."""
     request = decode(_REQUEST, body)
     include, prompt = _include(request.include or ()), _prompt_arguments(request)
     return ResponsesCall(

@@ -31,7 +31,7 @@ _NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadEr
 
 
 class Upstream:
-    """Raises only GatewayError."""
+    """Raises only GatewayError, which never contains the key."""
 
     def __init__(
         self,
@@ -43,7 +43,6 @@ class Upstream:
         timeout_s: float = 300.0,
         name: str = "",
     ) -> None:
-        """Errors never contain the key."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
         self.name = name or f"the inference server {self.url}"
         self._key = api_key
@@ -62,7 +61,6 @@ class Upstream:
         )
 
     async def get(self, path: str) -> bytes | None:
-        """Returns None if the path does not exist."""
         return await self._send("GET", path, None)
 
     async def post(self, path: str, body: Any) -> bytes:
@@ -88,7 +86,6 @@ class Upstream:
 
     @asynccontextmanager
     async def slot(self) -> AsyncGenerator[None]:
-        """Raises GatewayError 503 if no slot becomes free in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._slots.acquire()
@@ -104,7 +101,7 @@ class Upstream:
 
     @asynccontextmanager
     async def open(self, method: str, path: str, body: Any) -> AsyncGenerator[httpx.Response]:
-        """Yield the unread reply. Raises GatewayError, also while it is read."""
+        """Yield the unread reply. Raises also while it is read."""
         if self._is_closed:
             raise _shutting_down()
         try:

@@ -1,4 +1,4 @@
-"""The start-up probe observes an inference server's behavior before an episode depends on it."""
+"""Probes an inference server's behavior before an episode depends on it."""
 
 from __future__ import annotations
 

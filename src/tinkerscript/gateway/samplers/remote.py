@@ -185,7 +185,6 @@ def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, tim
 async def examine(
     server: VllmServer, config: InferenceConfig, model_folder: Path, *, rescore: bool = True
 ) -> ServerFacts:
-    """Raises ConfigError."""
     renderer = ChatRenderer(model_folder)
     description = await _description(server, config.start_timeout_s)
     model = _choose_model(description, config, server)
@@ -223,7 +222,6 @@ def _choose_model(description: ServerDescription, config: InferenceConfig, serve
 
 
 def api_key(variable: str, environ: Mapping[str, str]) -> str:
-    """Raises ConfigError for an unset variable."""
     if not variable:
         return ""
     key = environ.get(variable, "").strip()

@@ -214,7 +214,6 @@ class VllmServer:
         return decode(body, _WeightInfo).weight_version if body else None
 
     async def encode(self, text: str, model: str) -> list[int] | None:
-        """Returns None if the server cannot."""
         prompt = {"model": model, "prompt": text, "add_special_tokens": False}
         body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
@@ -302,7 +301,6 @@ class _Streamed:
 def request_body(
     request: SampleRequest, prompt: list[int], model: str, cache_salt: str, score_from: int | None
 ) -> dict[str, Any]:
-    # Send every parameter that may have another default.
     stop_token_ids = [*request.stop_token_ids, *request.extra_stop_ids]
     body: dict[str, Any] = {
         "model": model,
@@ -398,7 +396,6 @@ def _stop_reason(reason: str | None) -> StopReason:
 
 
 def metric(body: bytes | None, name: str, *, at: str) -> float:
-    """Raises GatewayError 502."""
     pattern = rf"^{name}(?:{{[^}}]*}})? (\S+)$"
     found = re.findall(pattern, (body or b"").decode(errors="replace"), re.MULTILINE)
     if not found:
@@ -411,13 +408,11 @@ def contradiction(message: str) -> GatewayError:
 
 
 def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raises GatewayError 502 unless there is one log probability per id."""
     if len(ids) != len(logprobs):
         raise contradiction(f"logprob and token counts differ ({len(logprobs)} and {len(ids)})")
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
-    """Raises GatewayError 502 if the server reports another prompt than `sent`."""
     if used is not None and list(used) != list(sent):
         raise contradiction(
             f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"
@@ -427,7 +422,6 @@ def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | N
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Raises GatewayError 502."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:

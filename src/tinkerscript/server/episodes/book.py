@@ -343,10 +343,7 @@ class EpisodeBook:
     def end(
         self, uuid: str, attempt: int, *, reward: float, result: bytes, is_success: bool | None = None
     ) -> EpisodeRecord:
-        """Store a claim's result. Idempotent for the same result.
-
-        Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a different result.
-        """
+        """Store a claim's result. Idempotent; raises ConflictError for a different result."""
         episode = self.get(uuid)
         digest = content_digest(result)
         if attempt == episode.attempt and episode.state == "ended":
