@@ -99,7 +99,7 @@ class AsyncTinkerScriptClient:
             return self._settings
 
     def with_timeout(self, timeout_s: float | None) -> AsyncTinkerScriptClient:
-        """Return the same client with separate connections and another `timeout_s`."""
+        """Return a copy with its own connections and this `timeout_s`."""
         given = self.settings
         return AsyncTinkerScriptClient(
             given.server_url,
@@ -151,7 +151,6 @@ class AsyncTinkerScriptClient:
     async def claim(
         self, max_episodes: int, episode_type: ClaimType, wait_s: float | None, *, pool: str
     ) -> list[dict[str, Any]]:
-        """Claim like `begin_episodes`, and return the arguments of `Episode`."""
         claiming = self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)
         return [episode_fields(claim, self.settings) for claim in await self._run(claiming)]
 
@@ -240,7 +239,7 @@ class AsyncTinkerScriptClient:
         await self._run(self._operations.abort_episode(episode, reason, kind))
 
     async def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Renew the claim; return whether the episode still counts, and if not, why."""
+        """Renew the claim; return whether it still counts, and why not."""
         return await self._run(self._operations.can_continue_episode(episode))
 
     async def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
@@ -251,7 +250,7 @@ class AsyncTinkerScriptClient:
         return await self._run(self._operations.heartbeat_episode(episode))
 
     async def get_engine_status(self) -> EngineStatusResponse:
-        """Return what the engine does, the policy version, and the number of episodes in each state."""
+        """Return the engine's state, the policy version, and episode counts by state."""
         return await self._run(self._operations.get_engine_status())
 
     async def get_batch_progress(self) -> BatchProgressResponse:
@@ -340,7 +339,7 @@ class AsyncTinkerScriptClient:
         await self.finish_block(episode)
 
     async def finish_block(self, episode: Episode, error: BaseException | None = None) -> None:
-        """Give an episode back after its block raised `error` or ended without a result."""
+        """Give the episode back unless its block ended it."""
         if episode.lease.is_over:
             return
         if error is None:
@@ -432,8 +431,6 @@ class AsyncClaimedEpisode(Episode):
 
 @dataclass(frozen=True, kw_only=True)
 class _OnThread(Episode):
-    """An episode in a plain function's thread; its requests run on `loop`."""
-
     whole: AsyncClaimedEpisode = field(repr=False, compare=False)
     loop: asyncio.AbstractEventLoop = field(repr=False, compare=False)
 

@@ -1,7 +1,7 @@
 """`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it.
 
-Invariants: a lease changes once, from held to lost or settled. While a result is being handed in, the answer
-to it decides, so a heartbeat's "lost" is ignored.
+Invariants: a lease changes once, from held to lost or settled. A heartbeat's "lost" is ignored while a result
+is being handed in.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Episode:
 
     run: str = ""
     server_url: str = ""
-    """The claim's other endpoints; the gateway process only answers model calls."""
+    """For requests other than model calls, which go to the gateway process."""
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
     call_rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False, compare=False)
@@ -171,11 +171,10 @@ class Episode:
         self.call_rewards[name] = self.call_rewards.get(name, 0.0) + earned
 
     def on_thread(self, loop: asyncio.AbstractEventLoop) -> Episode:
-        """The episode for a plain function on a thread, with a client that runs on `loop`."""
         return self
 
     def check(self) -> None:
-        """Raise ClaimLostError if the claim is known to be lost. Sends nothing."""
+        """Raise ClaimLostError if `lost`. Sends nothing."""
         if self.lost:
             raise ClaimLostError(self.lease.lost_because)
 
@@ -208,7 +207,6 @@ def heartbeat_interval_s(episode: Episode) -> float:
 class HeldClaim:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
-        # Called on the event loop when a heartbeat learns that the claim is lost.
         self.on_lost: Callable[[], None] | None = None
         self.is_open = True
         self.timer: asyncio.TimerHandle | None = None
@@ -217,7 +215,7 @@ class HeldClaim:
     @asynccontextmanager
     async def cancelling_the_block(self) -> AsyncGenerator[None]:
         """Cancel this block, and raise ClaimLostError, when a heartbeat learns that the claim is lost."""
-        scope = asyncio.timeout(None)  # It cancels the block and recognizes its own cancellation.
+        scope = asyncio.timeout(None)  # Recognizes its own cancellation.
         try:
             async with scope:
                 self.on_lost = lambda: scope.reschedule(0.0)
@@ -250,7 +248,7 @@ class Heartbeats:
 
     @contextmanager
     def holding(self, episode: Episode) -> Generator[HeldClaim]:
-        """Renew `episode` while this block runs. Call it on the event loop of `run`."""
+        """Renew `episode` in this block, on the event loop of `run`."""
         held = HeldClaim(episode)
         self._schedule(held)
         try:
@@ -309,7 +307,6 @@ RolloutFunction = Callable[[Episode], RolloutResult] | Callable[[Episode], Await
 
 
 def as_output(result: object) -> WorkflowOutput:
-    """Raises TypeError, naming the type, for anything else."""
     if isinstance(result, WorkflowOutput):
         return result
     if isinstance(result, int | float):
@@ -325,7 +322,7 @@ def as_output(result: object) -> WorkflowOutput:
 
 
 async def run_rollout(rollout: RolloutFunction, held: HeldClaim) -> object:
-    """Raises the rollout's exceptions, or ClaimLostError if a heartbeat learns of that."""
+    """Raises the rollout's exceptions, or ClaimLostError if a heartbeat learns of the loss."""
     if _is_async(rollout):
         result: object = None
         async with held.cancelling_the_block():

@@ -1,7 +1,7 @@
 """Requests to the interchange server without the I/O: retries, refusals, lost claims.
 
-An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, receives the `Reply`
-(None after a `Wait`), and returns the operation's result, or raises.
+An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, receives the `Reply`,
+and returns the operation's result, or raises.
 """
 
 from __future__ import annotations
@@ -102,8 +102,6 @@ Operation: TypeAlias = Generator[HttpRequest | Wait, Reply, T]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The clock (seconds, monotonic) and the randomness of delays."""
-
     clock: Callable[[], float] = time.monotonic
     uniform: Callable[[float, float], float] = random.uniform
 

@@ -101,7 +101,7 @@ class Runner:
         """Configure a run. Raises ValueError for a number out of range.
 
         If its claim is lost, an async rollout is cancelled. A plain function cannot be stopped, but its model
-        calls are refused, and it can check `episode.lost` or call `episode.check()`.
+        calls are refused, and it can call `episode.check()`.
 
         Args:
             rollout: The function to run for each episode, plain or async.

@@ -39,7 +39,7 @@ class ClientSettings:
     timeout_s: float | None = DEFAULT_TIMEOUT_S
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     ca_file: str | None = None
-    """PEM file with certificates for an https:// server, in addition to the machine's."""
+    """PEM file with certificates, in addition to the machine's."""
 
     def __post_init__(self) -> None:
         checked_url(self.server_url)
@@ -78,7 +78,7 @@ def checked_url(url: str) -> str:
 
 
 def url_of_run(folder: Path) -> str:
-    """Read the URL of the run's server from `server.json`. Raises ValueError if no server runs.
+    """Read the server's URL from `server.json`. Raises ValueError if no server runs.
 
     Another user's file is refused, because its server should not get the token.
     """

@@ -1,7 +1,7 @@
 """`TinkerScriptClient` is the client for ordinary, blocking programs.
 
-It runs an `AsyncTinkerScriptClient` on an event loop in its own thread. An interrupted call leaves nothing on
-the loop, and closing a client ends other threads' waits.
+It runs an `AsyncTinkerScriptClient` on an event loop in its own thread. Closing a client ends other threads'
+waits.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ PROBE_CALL: list[ChatMessage] = [
 ]
 
 
-# For templates without tools, as Qwen and Hermes word it.
+# For templates without tools, in Qwen's and Hermes' words.
 TOOLS_IN_PROMPT = """\
 # Tools
 
@@ -93,15 +93,15 @@ class MessageForm:
     empty_content: str | None = ""  # For messages with only tool calls.
     parsed_arguments: bool = True  # An object rather than JSON text.
     short_ids: bool = False  # Nine letters or digits (Mistral).
-    tools_in: str = ""  # The role that declares tools as text; empty if the template does.
-    in_parts: bool = False  # Always a list of parts (SmolVLM).
+    tools_in: str = ""  # The role that declares tools as text.
+    in_parts: bool = False
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
         given = {name: value for name, value in message.items() if name in _FIELDS}
         if self.in_parts or "images" in message:
             given["content"] = _parts(given["content"] or "", bool(message.get("images")))
         if "reasoning_content" in given and not (given["content"] and given.get("tool_calls")):
-            # gpt-oss's name, refused together with text and calls.
+            # gpt-oss's name; refused with text and calls.
             given["thinking"] = given["reasoning_content"]
         if self.short_ids and given.get("tool_call_id"):
             given["tool_call_id"] = _short_id(given["tool_call_id"])
@@ -129,7 +129,7 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Names are `default`, and perhaps `tool_use` for requests with tools. Raises ConfigError."""
+        """Templates: `default`, and perhaps `tool_use` for requests with tools. Raises ConfigError."""
         if "default" not in templates:
             names = ", ".join(sorted(templates))
             raise ConfigError(f"{origin} has chat templates, and none is called `default`: {names}")
@@ -225,7 +225,7 @@ _REFUSALS = (
 
 
 def with_image_places(message: ChatMessage) -> ChatMessage:
-    """Write a character for each image into the content, because marks in the text move what follows.
+    """Write a character for each image into the content: marks move what follows.
 
     Raises GatewayError 400 if the content has the character.
     """

@@ -18,8 +18,8 @@ __all__ = ["ClaimBook", "OpenClaim"]
 class OpenClaim:
     episode_uuid: str
     attempt: int
-    policy_version: int  # At the time of the claim.
-    # Outside episodes, calls extend only calls given to `keep`.
+    policy_version: int
+    # If false, calls extend only calls given to `keep`.
     continues: bool = True
 
 
@@ -29,7 +29,7 @@ class ClaimBook(ABC):
         """Also renews the lease. Raises GatewayError 401 `invalid_api_key`."""
 
     async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
-        """Reserve the claim's limits before sampling. The lease does not expire until `end`.
+        """Reserve the claim's limits before sampling. The lease lasts until `end`.
 
         `num_bytes` is the record's size without samples. Returns the granted tokens per sample. Raises
         GatewayError 403 `claim_limit_exceeded`, and 429 if calls in flight may use up the limits.

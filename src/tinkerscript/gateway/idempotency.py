@@ -1,10 +1,10 @@
 """`IdempotencyCache` finds requests that repeat an earlier one and should get its reply:
 
-- Requests with an earlier one's `Idempotency-Key`, even after a restart. While that is in flight, others
-  wait; if it fails, one takes its place.
+- Requests with its `Idempotency-Key`, even after a restart. They wait while it is in flight; if it fails, one
+  takes its place.
 - Retries (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients) with the body of a
-  request that is being recorded, or was after its client had disconnected. Each original serves one retry,
-  and none after a restart.
+  request that is being recorded, or was after a disconnect. Each original serves one retry, and none after a
+  restart.
 
 A key that is reused for another body gets GatewayError 422.
 """
@@ -43,7 +43,7 @@ class RequestFingerprint(msgspec.Struct, frozen=True):
 class Attempt:
     fingerprint: RequestFingerprint
     call_id: str | None = None
-    is_recording: bool = False  # Recorded even if the client disconnects.
+    is_recording: bool = False
     delivered: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -54,7 +54,6 @@ class IdempotencyCache:
         self._in_flight: dict[str, Attempt] = {}
         self._keyless: list[Attempt] = []
 
-        # By key, with the request's digest.
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._undelivered: OrderedDict[str, str] = OrderedDict()
 

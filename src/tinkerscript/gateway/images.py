@@ -52,7 +52,7 @@ def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
     """Raises GatewayError 400 for anything but a data URL of a whole PNG, JPEG or WebP file within the
     limits.
 
-    Decodes the file once, so that later steps can.
+    Decodes the file, so that later steps can.
     """
     data = file_of(url, where)
     try:
@@ -68,7 +68,7 @@ def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
         raise _refused(f"it is not one of {', '.join(FORMATS)}", where) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _refused(f"{error}; {IMAGE_PIXELS.name} allows {IMAGE_PIXELS.limit}", where) from error
-    except Exception as error:  # Pillow's decoders raise errors of all kinds.
+    except Exception as error:
         raise _refused(f"it cannot be decoded: {error}", where) from error
     digest = hashlib.sha256(data).hexdigest()
     return {"at": at, "sha256": digest, "width": width, "height": height}, data
@@ -79,7 +79,7 @@ def _refused(problem: str, where: str) -> GatewayError:
 
 
 class ImageFormat:
-    """How the processor of Idefics3 and SmolVLM writes images: as tiles of equal numbers of placeholders.
+    """Idefics3 and SmolVLM write images as tiles of equal numbers of placeholders.
 
     Source: `transformers.models.idefics3` (5.5); a test compares the two.
     """
@@ -94,7 +94,7 @@ class ImageFormat:
 
     @classmethod
     def of(cls, folder: Path, tokenizer: LightTokenizer) -> ImageFormat | None:
-        """Returns None if the model takes no images here. Raises ConfigError without a placeholder."""
+        """None if the model takes no images. Raises ConfigError without a placeholder."""
         if not reads_images(folder):
             return None
         base = base_of_adapter(folder) or folder

@@ -34,7 +34,7 @@ from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.tokenizer import LightTokenizer
 
 REPLY_TOKENS = 4096
-MAX_TIMEOUTS = 16  # A server may charge for a timed-out request without an answer to record.
+MAX_TIMEOUTS = 16  # A server may charge for timed-out requests.
 
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class OutsideModel(NamedModel):
         num_bytes = prepared.recorded_bytes()
         granted = await self._claims.begin(claim, 1, wanted, num_bytes)
         try:
-            prepared.attempt.is_recording = True  # A retry should not pay for the same answer twice.
+            prepared.attempt.is_recording = True  # A retry should not pay twice.
             reply = await self._server.ask(request_of(call), max_tokens=granted, report=report)
             return await self._record(prepared, reply)
         except GatewayError as error:
@@ -180,7 +180,7 @@ class OutsideModel(NamedModel):
 
 
 def request_of(call: ModelCall) -> dict[str, Any]:
-    """Raises GatewayError 400 for a choice of tools that the format cannot express."""
+    """Raises GatewayError 400 for a choice of tools that the format lacks."""
     request: dict[str, Any] = {"messages": [_sent(message) for message in call.messages]}
     if call.tools:
         request |= {"tools": call.tools, "tool_choice": _tool_choice(call)}
@@ -190,7 +190,7 @@ def request_of(call: ModelCall) -> dict[str, Any]:
         request["response_format"] = _response_format(call.json_schema)
     if call.template_kwargs:
         request["chat_template_kwargs"] = call.template_kwargs
-    fields: Mapping[str, tuple[Any, Any]] = {  # Servers refuse unknown fields.
+    fields: Mapping[str, tuple[Any, Any]] = {
         "temperature": (call.temperature, None),
         "top_p": (call.top_p, 1.0),
         "top_k": (call.top_k, -1),

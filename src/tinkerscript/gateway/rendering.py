@@ -1,7 +1,7 @@
 """`ChatRenderer` turns messages into token ids and sampled ids back into messages.
 
-It uses the model's renderer from the `renderers` library if that writes the same prompts as the chat
-template, otherwise the template. `extend` keeps sampled ids as they were sampled.
+It uses the model's renderer from the `renderers` library if that writes the chat template's prompts,
+otherwise the template. `extend` keeps sampled ids.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ from tinkerscript.tokenizer import (
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 
-# Characters; longer texts are encoded after rendering.
 LONG_TEXT = 100
 # Renderers that agree on these write the same chat format.
 PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [
@@ -78,7 +77,7 @@ class _Unencoded(int):
 
 
 class _DeferringTokenizer:
-    """Leaves long texts for `encoded`: renderers attribute every id to a message, which is slow."""
+    """Leaves long texts to `encoded`: renderers slowly attribute every id to a message."""
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -105,15 +104,15 @@ class _DeferringTokenizer:
 
 
 class ParseOptions(msgspec.Struct, frozen=True):
-    tool_calls: bool  # If false, their markup stays in the content.
+    tool_calls: bool
     cut_at: Sequence[str] = ()  # They cut the text, but not the ids.
-    tools: Sequence[Tool] = ()  # Some formats need them to tell strings from numbers.
+    tools: Sequence[Tool] = ()  # Tell strings from numbers.
 
 
 class ChatRenderer:
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Raises ConfigError for an unreadable folder, a model with neither renderer nor chat template, or a
-        template without one of the arguments.
+        """Raises ConfigError for an unreadable folder, a missing chat format, or a template without one of
+        the arguments.
         """
         self.template_kwargs = dict(template_kwargs or {})
         template = ChatTemplate.of(folder, self.template_kwargs)
@@ -170,8 +169,7 @@ class ChatRenderer:
         """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`, or None
         if the chat format cannot continue.
 
-        `tail` is only the last turn's prompt, so that the cost does not grow; chat templates need the whole
-        `history`.
+        `tail` is the last turn's prompt, so that the cost does not grow; chat templates need the `history`.
         """
         if self._renderer is None:
             conversation = history()
@@ -183,7 +181,7 @@ class ChatRenderer:
         given = self.tokenizer.escaper.messages(messages)
         new_ids = self._bridge(tail, sampled, given, tools)
         if new_ids is None and self._ends_in_reasoning(sampled):
-            # The renderer refuses a turn that it would not have written, but only its end matters.
+            # The renderer refuses turns that it would not write, but only the end matters.
             new_ids = self._bridge(tail, sampled[-1:], given, tools)
         return new_ids and self._checked(new_ids, given is messages)
 
@@ -278,7 +276,6 @@ class ChatRenderer:
         return sampled[:end]
 
     def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
-        # Renderers return only the text before the first attempted call.
         spans = [attempt.token_span for attempt in parsed.tool_calls if attempt.token_span is not None]
         position = spans[0][0] if spans else len(ids)
         parts = [parsed.content]
@@ -331,7 +328,7 @@ def _candidates(
     folder: Path, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[RendererConfig, str | None]]:
     config = config_of(folder)
-    # Reasoning kept in the history lets each turn extend the last.
+    # Kept reasoning lets each turn extend the last.
     if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:
         for thinks in (True, False):
             yield Qwen3RendererConfig(thinking_retention="all", enable_thinking=thinks), None
@@ -341,7 +338,7 @@ def _candidates(
 
 
 def _writes_history_alike(config: RendererConfig) -> bool:
-    # Without thinking, the empty reasoning that opens each prompt stays in the history.
+    # Without thinking, the history keeps empty reasoning.
     return not isinstance(config, Qwen3RendererConfig) or config.enable_thinking
 
 

@@ -15,7 +15,7 @@ from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.rendering import Markers
 from tinkerscript.sampler import Constraint
 
-WHITE_SPACE = r"[ \n\r\t]{1,40}"  # A model may sample white space forever.
+WHITE_SPACE = r"[ \n\r\t]{1,40}"  # Models may sample white space forever.
 
 
 JsonSchema = dict[str, Any]

@@ -53,7 +53,7 @@ class SampledModel(NamedModel):
         other_names: Collection[str] = (),
         no_images: str | None = None,
     ) -> None:
-        """`accepted_names`: what requests may call the model (None: anything)."""
+        """`accepted_names` None: any name."""
         super().__init__(name, claims, renderer, role=role, no_images=no_images)
         self._sampler = sampler
         self._renderer = renderer
@@ -119,7 +119,6 @@ class SampledModel(NamedModel):
         requests: list[SampleRequest],
         progress: ProgressCallback | None = None,
     ) -> list[SampleResult]:
-        # A complete sample is recorded even if its caller disconnects.
         results = await sample_all(self._sampler, requests, progress)
         prepared.attempt.is_recording = True
         return results
@@ -177,7 +176,7 @@ class SampledModel(NamedModel):
             self._call(choice_id(header.call_id, number), prepared, turn, *sampled, message)
             for number, (turn, sampled, message) in enumerate(zip(turns, sequences, messages, strict=True))
         ]
-        # All choices or none: a failed request must leave nothing to train on.
+        # All or none: a failed request leaves nothing to train on.
         await self._claims.record(prepared.claim, recorded)
         choices: list[Choice] = []
         for turn, (_, sequence), message, made in zip(turns, sequences, messages, recorded, strict=True):
@@ -231,7 +230,7 @@ class SampledModel(NamedModel):
         constrained, logprob_kind = sequence.constrained, result.logprob_kind
         messages, tools = ("", "") if choice_index(call_id) % call.n else turn.texts
         if is_constrained(call) and not constrained:
-            # The sampler did not report where the constraint applied, or the kind of logprobs.
+            # The sampler did not report where the constraint applied.
             constrained = bytes([TokenConstraint.UNKNOWN]) * (len(sequence.sampled) // 4)
             logprob_kind = "unknown"
         spans = sequence.spans or [(result.policy_version, 0)]

@@ -1,6 +1,6 @@
 """`StreamedReply` turns the progress of a sample into events.
 
-Everything sent is a prefix of the record, in ids and in text, or the stream ends with an error.
+Everything sent is a prefix of the record's ids and text, or the stream ends with an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class _StreamedChoice:
         return (len(self._ids) - len(self._pending["sampled"])) // 4
 
     def take(self, report: Progress) -> bool:
-        """Return False if the report contradicts an earlier one."""
         known = len(self._ids) // 4 - report.offset
         if known < 0:
             return True
@@ -89,14 +88,13 @@ class StreamedReply:
         messages: Sequence[PartialReply | None],
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """`hidden` ids are not part of the text."""
         self._events = events
         self._choices = [_StreamedChoice(message, hidden) for message in messages]
         self._diverged = False
         self._wake = asyncio.Event()
 
     async def follow(self, work: asyncio.Future[Any], caller: Caller) -> None:
-        """Send text and tokens until `work` ends or the caller disconnects.
+        """Send news until `work` ends or the caller disconnects.
 
         Raises GatewayError 503 if the engine restarts a sample that was partly sent.
         """
@@ -121,7 +119,7 @@ class StreamedReply:
         if not 0 <= report.index < len(self._choices) or len(report.sampled) != len(report.logprobs):
             logger.warning("progress.drop index=%d bytes=%d", report.index, len(report.sampled))
             return
-        # A restarted engine may sample something else.
+        # A restarted engine samples anew.
         self._diverged |= not self._choices[report.index].take(report)
         self._wake.set()
 

@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 
-DATABASE_LEASE_S = 3.0  # Without a renewal, another server may take the lease after this.
+DATABASE_LEASE_S = 3.0  # Then another server may take it.
 RENEW_S = 0.5
 LEASE_POLL_S = 0.2
 LOST_LEASE = "TS001"  # SQLSTATE of a transaction in a past epoch.
@@ -84,7 +84,7 @@ class DatabaseLease:
                     (self._holder, DATABASE_LEASE_S),
                 )
         except psycopg.errors.LockNotAvailable:
-            return False  # A slow transaction, or another server taking the lease.
+            return False
         if epoch is not None:
             self._epoch = epoch
         return epoch is not None

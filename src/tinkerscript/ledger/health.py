@@ -1,6 +1,6 @@
 """The health of a run: signs that it learns nothing or ruins the model.
 
-Rows compare the last steps with earlier ones, so a million episodes cost no more.
+Rows compare recent with earlier steps, so a million episodes cost no more.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ Kind = Literal["good", "warn", "bad"]
 
 
 class Gain(BaseModel):
-    """Change of the mean reward between two evaluations, over the samples in both."""
-
     mean: float
     margin: float = Field(description="Half the width of a 95% interval, from the samples' spread.")
     samples: int
@@ -295,7 +293,7 @@ def _equal(steps: _Steps, reward: _Reward) -> HealthRow:
     groups = equal + trained + sum(steps.recent("groups/dropped"))
     words = _difficulty(steps)
     is_much = groups > 0 and equal > 0.5 * groups
-    # A run that has learned its task has such groups too.
+    # A run that has learned its task has them too.
     saturated = is_much and reward.rose and words.startswith("too easy")
     return HealthRow(
         name="equal",
@@ -470,7 +468,7 @@ def _rate(steps: _Steps) -> HealthRow | None:
     )
 
 
-SampleScores = dict[str, tuple[float | None, str]]  # Sample -> mean reward, and one episode's uuid.
+SampleScores = dict[str, tuple[float | None, str]]
 
 
 def sample_scores(ledger: LedgerReader, *, step: int, label: str) -> SampleScores:
@@ -479,7 +477,7 @@ def sample_scores(ledger: LedgerReader, *, step: int, label: str) -> SampleScore
 
 
 def margin_of(values: Sequence[float]) -> float:
-    """Half the width of the mean's 95% interval, for at least two values."""
+    """Half the width of the mean's 95% interval."""
     return NORMAL_95 * statistics.stdev(values) / math.sqrt(len(values))
 
 

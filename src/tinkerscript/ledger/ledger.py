@@ -54,7 +54,7 @@ class Statement(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class WriteBatch:
     rows: dict[type[Row], dict[Any, Row]] = field(default_factory=dict[type[Row], dict[Any, Row]])
-    """Table -> key -> row. Tables without a key, or with `ONCE`, use a counter."""
+    """Table -> key -> row; a counter without a key or with `ONCE`."""
 
     statements: list[Statement] = field(default_factory=list[Statement])
     count: int = 0
@@ -87,7 +87,7 @@ class Ledger(ABC):
 
     @abstractmethod
     async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run a SELECT on committed rows. Raises StoreError."""
+        """Raises StoreError."""
 
     @abstractmethod
     async def write(self, batch: WriteBatch) -> None:
@@ -98,7 +98,7 @@ class Ledger(ABC):
         pass
 
     async def lead(self) -> int:
-        """Wait until only this server may write. Returns an epoch higher than any before; 0 if not shared.
+        """Wait until only this server may write. Returns a new highest epoch; 0 if not shared.
 
         Raises StoreError.
         """
@@ -248,7 +248,6 @@ class Ledger(ABC):
         self._failed.set()
 
     def _finish(self, batch: WriteBatch) -> None:
-        """Callbacks come before waiters, so that `durable` returns after they ran."""
         if self._failure is None:
             loop = asyncio.get_running_loop()
             for callback in batch.callbacks:
@@ -283,7 +282,7 @@ def row_of(kind: type[R], values: Sequence[Any]) -> R:
 
 
 def decoded(rows: Iterable[tuple[bytes]], dictionaries: Dictionaries = NO_DICTIONARIES) -> list[Call]:
-    """Skips calls dropped to save space. Raises ValueError for anything but calls."""
+    """Skips dropped calls. Raises ValueError for anything but calls."""
     return [_decode_call(unpacked(call, dictionaries)) for (call,) in rows if call]
 
 

@@ -52,7 +52,6 @@ MAX_NAME_BYTES = 63
 
 VERSION = str(LEDGER_VERSION).encode()
 
-# A retry would not cure these.
 _FOR_GOOD = re.compile("authentication failed|no password supplied|does not exist|no pg_hba.conf entry")
 
 
@@ -63,7 +62,7 @@ class PostgresLedger(Ledger):
     is_shared = True
 
     def __init__(self, url: str, folder: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
-        """Raises ConfigError for an invalid URL. Does not connect yet."""
+        """Does not connect yet. Raises ConfigError for an invalid URL."""
         super().__init__()
         self._conninfo, self._schema = split_url(url, folder)
         self._name = f"database {_named(self._conninfo)}, schema {self._schema}"
@@ -211,7 +210,7 @@ class PostgresLedger(Ledger):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Fail pending queries, even if the database does not answer."""
+        """Fail pending queries even if the database hangs."""
         for connection in self._connections:
             if not connection.closed:
                 with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as line:

@@ -19,7 +19,7 @@ class PostgresReading(Reading):
     """A schema, which reads as empty until it exists. Queries are read-only transactions."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        """Raises ConfigError if the database does not answer or has another version."""
+        """Raises ConfigError for an unreachable database or another version."""
         conninfo, self._schema = split_url(url, folder)
         self._empty: Reading | None = None
         try:
@@ -66,7 +66,7 @@ class PostgresReading(Reading):
     def close(self) -> None:
         self._connection.close()
 
-    # Connections are thread-local, so they are dropped when their thread ends.
+    # Connections are thread-local, and end with their thread.
     def __del__(self) -> None:
         with suppress(AttributeError):
             self.close()

@@ -92,7 +92,7 @@ class LedgerReader:
         return lambda: SqliteReading(file_of(self._store, self.folder))
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> Rows:
-        """The SELECT must suit both SQLite and PostgreSQL. Raises StoreError."""
+        """The SELECT must suit both databases. Raises StoreError."""
         found: Reading | None = getattr(self._of_thread, "reading", None)
         if found is None or not found.is_there:
             found = self._of_thread.reading = self._connect()
@@ -132,7 +132,7 @@ class LedgerReader:
             raise NotRecordedError(f"the ledger holds something else than calls: {error}") from error
 
     def sequences(self, sequence: int) -> dict[int, list[TrainedSequence]]:
-        """Step -> the episode's sequences, over all roles. Raises NotRecordedError."""
+        """Step -> sequences of all roles. Raises NotRecordedError."""
         query = "SELECT step, sequences FROM tokens WHERE episode = ? AND undone = 0 ORDER BY step, role"
         found: dict[int, list[TrainedSequence]] = {}
         try:
@@ -163,7 +163,6 @@ class LedgerReader:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The config may come from a stranger."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES).decode()
@@ -180,7 +179,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Name -> folder of the run at `root`, or of the runs in it. Raises ConfigError if there are none."""
+    """Name -> folder of the run at `root`, or the runs in it. Raises ConfigError if none."""
     if is_run(root):
         root = root.resolve()
         return {root.name: root}

@@ -1,7 +1,7 @@
 """Where training steps spend their time (`step_times`), and which config key would help most.
 
-The wait for groups that would become too old is measured. Other waiting is split between model calls and
-programs as running episodes split their time.
+The wait for old groups is measured. Other waiting is split between model calls and programs as running
+episodes split their time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`TrainedSequence`: a training step's numbers for each sampled token, for people to read.
+"""`TrainedSequence`: a step's numbers for each sampled token, for people to read.
 
 Arrays are little-endian, in the order of `Rollout.sampled`.
 """
@@ -26,7 +26,7 @@ class TokenUse(IntEnum):
 
 
 class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence of S sampled tokens in one step. Empty arrays were not recorded."""
+    """A sequence of S sampled tokens. Empty arrays were not recorded."""
 
     number: int
     role: str = ""

@@ -29,7 +29,7 @@ def gateway_path(number: int) -> str:
 class ServedModel(ClaimBook):
     """A model with one key for all callers (None: any key), which does not train.
 
-    Calls are counted, not recorded; the latest stored calls stay in memory, each for its key.
+    Calls are counted, not recorded; the latest stored calls stay in memory for their keys.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class LeasedClaims(ClaimBook):
         max_tokens: int,
         gateways: int = 0,
     ) -> None:
-        """`gateways`: number of processes that serve claims; 0: this process does."""
+        """`gateways`: number of gateway processes."""
         self._gateways = gateways
         self._book = book
         self._ledger = ledger
@@ -199,7 +199,6 @@ class LeasedClaims(ClaimBook):
         return calls
 
     async def recorded(self, episode_uuid: str, attempt: int) -> list[Call]:
-        """With or without lease. Raises UnknownEpisodeError."""
         (calls,) = await self._ledger.calls([(self._book.get(episode_uuid).sequence, attempt)])
         return calls
 

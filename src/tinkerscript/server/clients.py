@@ -22,14 +22,14 @@ from tinkerscript.errors import QuotaError, UnauthorizedError
 from tinkerscript.protocol import TRAINER_POOL
 from tinkerscript.server.episodes.record import EpisodeRecord
 
-# A less likely row of failures, at the others' success rate, means quarantine.
+# Quarantine for a row of failures less likely than this at the others' success rate.
 CHANCE = 1e-6
 MIN_FAILURES = 8
 PACE_S = 1.0
 QUARANTINE_S = 600.0
 
 MAX_CLIENTS = 10_000
-MIN_AGE_S = 5.0  # Otherwise a first result looks fast.
+MIN_AGE_S = 5.0  # Else a first result looks fast.
 MESSAGE_CHARS = 300
 POLLING_S = 35.0  # A live worker's long polls last 30 s.
 SHUTDOWN_S = 2.5
@@ -38,7 +38,6 @@ SHUTDOWN_S = 2.5
 class Pause(NamedTuple):
     reason: str
     is_refusal: bool
-    """Whether the client should give up (403)."""
 
 
 @dataclass(slots=True)
@@ -48,16 +47,14 @@ class ClientRecord:
     ended: int = 0
     failed: int = 0
     failures: int = 0
-    """Its latest failures in a row. The next three fields concern these."""
+    """Its latest failures in a row, like the next three fields."""
 
     succeeded_before: int = 0
     failed_before: int = 0
-    """How many attempts all clients had ended before."""
-
     message: str = ""
     next_claim: float = -math.inf
     quarantined_until: float = -math.inf
-    """Infinity after an operator stopped it."""
+    """Infinity once an operator stopped it."""
 
     @property
     def why(self) -> str:
@@ -96,7 +93,7 @@ class Clients:
         return name if slash and name in self._max_claims else ""
 
     def owner(self, client_uuid: str, account: str) -> str:
-        """`account` is empty for the shared token. Raises UnauthorizedError 403 for another token's name."""
+        """Raises UnauthorizedError 403 for another token's name."""
         if account:
             return f"{account}/{client_uuid}"
         if name := self.account(client_uuid):
@@ -294,7 +291,6 @@ class RunEnd:
             return
 
     def _wake(self) -> None:
-        # Later waiters wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 

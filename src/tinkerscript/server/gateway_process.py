@@ -110,7 +110,7 @@ class GatewayProcess:
             case Answer() | AskRefused():
                 self._claims.answered(message)
             case ForgetClaim():
-                if self._gateway is not None:  # Earlier answers must wake their waiters first.
+                if self._gateway is not None:  # Earlier answers wake their waiters first.
                     loop = asyncio.get_running_loop()
                     loop.call_soon(self._gateway.forget, message.episode_uuid, message.attempt)
             case StopServing():

@@ -84,11 +84,11 @@ async def running_server(
     connections: ConnectionLimits | None = None,
     gate: Gate | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """Serve `run_dir` in this context. Yields the addresses, and a task that fails if the server does.
+    """Serve `run_dir`. Yields the addresses, and a task that fails if the server does.
 
     With a shared ledger, the context opens at this server's first turn. `gate` is the app, for callers
-    without a connection. Raises ConfigError (a port in use, a missing token, a folder already served, an
-    unusable inference server) and StoreError.
+    without a connection. Raises StoreError and ConfigError (such as a port in use, a missing token or a
+    folder already served).
     """
     model_folder(config.engine.model)
     section = config.interchange_server
@@ -190,13 +190,13 @@ class Gate:
         if scope["path"] == "/health":
             return JSONResponse(HealthResponse(version=__version__).model_dump())
         refusal = self._refusals.refuse(Request(scope), 503, STANDBY)
-        # Load balancers choose a server only for a new connection.
+        # Load balancers choose a server per connection.
         refusal.headers["Connection"] = "close"
         return refusal
 
 
 class _Terms:
-    """A term ends with the first error, and the next one reads everything from the ledger."""
+    """A term ends with the first error; the next rereads the ledger."""
 
     def __init__(
         self,
@@ -250,7 +250,6 @@ class _Terms:
                 await asyncio.gather(self._serving, return_exceptions=True)
 
     async def finish_requests(self) -> None:
-        """Running requests still need the background tasks."""
         if self._gate.server is not None:
             await self._gate.server.until_end_is_known()
         self._gate.stop_waiting()
@@ -316,7 +315,6 @@ def _certificate(section: InterchangeConfig) -> str:
 
 
 def _lost_ledger(error: BaseException) -> StoreError | None:
-    """The StoreError in a term's error, if it contains no other."""
     if isinstance(error, BaseExceptionGroup):
         found = [_lost_ledger(each) for each in error.exceptions]
         return found[0] if None not in found else None
@@ -324,7 +322,7 @@ def _lost_ledger(error: BaseException) -> StoreError | None:
 
 
 async def _close(ledger: Ledger) -> None:
-    """A shared ledger's failure is only logged: the next server continues."""
+    """Only logs a shared ledger's failure: the next server continues."""
     try:
         await ledger.close()
     except StoreError as error:

@@ -1,9 +1,9 @@
 """`AgentTask` is an Inspect task with a coding agent in place of the task's solver.
 
 Each episode runs the agent in `/work` of a `bubblewrap` sandbox, with the sample's input as its prompt. Then
-all processes end, each file in a sample's metadata `tests` is restored or removed, and the scorers run in the
-same sandbox with a fresh home, without the agent's programs or the model. To add an agent, add its
-`CodingAgent` to `AGENTS`.
+all processes end, each file in the metadata `tests` is restored or removed, and the scorers run in the
+sandbox with a fresh home, without the agent's programs or the model. To add an agent, add its `CodingAgent`
+to `AGENTS`.
 
 Sources: the programs' help and documentation; Claude Code 2.1, Codex CLI 0.169, mini-swe-agent 2.4, opencode
 1.18.
@@ -41,7 +41,7 @@ from tinkerscript.workers.inspect_task import GatewayPolicy, InspectTask
 from tinkerscript.workers.model_relay import AgentRelay
 
 PORT = 8000  # On the agent's loopback interface.
-MAX_OUTPUT_BYTES = 4 * 2**20  # From the end of an agent's output.
+MAX_OUTPUT_BYTES = 4 * 2**20
 OF_A_CLAIM = 0.9  # The rest is for scoring.
 TESTS = "tests"
 
@@ -162,7 +162,7 @@ async def run_agent(
 
 
 def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
-    # No program of the agent has run yet, so no links are in the way.
+    # The agent has not run yet, so no links are in the way.
     for name, text in agent.home_files(job).items():
         path = Path(f"{sandbox.root}{HOME}") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,10 +211,9 @@ class AgentJob:
 class CodingAgent:
     program: str
     arguments: Callable[[AgentJob], list[str]]  # After the program's name.
-    environment: Callable[[AgentJob], dict[str, str]]  # In addition to the sandbox's.
-    # By path in the home folder.
+    environment: Callable[[AgentJob], dict[str, str]]
     home_files: Callable[[AgentJob], Mapping[str, str]] = lambda job: {}
-    answer: Callable[[str], str] = lambda output: ""  # Finds the final answer in the output.
+    answer: Callable[[str], str] = lambda output: ""
 
 
 def _claude_environment(job: AgentJob) -> dict[str, str]:
@@ -228,7 +227,7 @@ def _claude_environment(job: AgentJob) -> dict[str, str]:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(job.context_tokens),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(job.reply_tokens),
-        # Tools loaded later come as references, which only Anthropic's models know.
+        # Only Anthropic's models know the references to tools loaded later.
         "ENABLE_TOOL_SEARCH": "false",
         "IS_SANDBOX": "1",
     }

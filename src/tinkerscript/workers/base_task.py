@@ -51,22 +51,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeModel:
-    """The model of one episode, for any program that speaks OpenAI's or Anthropic's format."""
+    """The model of one episode, for programs that speak OpenAI's or Anthropic's format."""
 
     base_url: str
     """For OpenAI's clients; ends in `/v1`."""
 
     api_key: str = field(repr=False)
     name: str = "policy"  # The `model` field of requests.
-    endpoint: ChatEndpoint = field(repr=False)  # Shared by all episodes of a worker.
-    # Fields for every call. Empty during a run, where the server decides.
+    endpoint: ChatEndpoint = field(repr=False)
+    # Fields for every call; empty in a run, where the server decides.
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    # In order, for `WorkflowOutput.call_rewards`.
     reply_ids: list[str] = field(default_factory=list[str], repr=False, compare=False)
     claim: Episode | None = None  # None in `tinkerscript eval`.
 
     def role(self, name: str) -> EpisodeModel:
-        """Return the model of a role, such as a judge. The server refuses unknown roles."""
+        """Return the model of a role. The server refuses unknown roles."""
         return replace(self, name=name, reply_ids=[])
 
     @property
@@ -94,7 +93,6 @@ class EpisodeModel:
 
     @property
     def max_transcript_bytes(self) -> int:
-        # 0 if none is kept.
         return self.claim.max_transcript_bytes if self.claim else 0
 
     async def record_transcript(self, transcript: bytes) -> None:
@@ -110,10 +108,10 @@ class EpisodeModel:
 
 
 class Task(ABC):
-    """A source of samples that can run them. Subclass it; its arguments are `task.train_args`."""
+    """Gives and runs samples. The arguments are `task.train_args`."""
 
     task_id: str = ""  # The same on every machine; set by `load_task`.
-    temperature: float | None = None  # If calls set none. A run warns that 0 does not train.
+    temperature: float | None = None  # If calls set none; 0 does not train.
 
     _own: dict[bool, dict[str, TaskSample]] | None = None
 
@@ -125,7 +123,7 @@ class Task(ABC):
         """
 
     def own_sample(self, sample_id: str, *, held_out: bool) -> TaskSample | None:
-        # Never the payload's, which comes from whoever runs the server.
+        # The payload comes from whoever runs the server.
         if self._own is None:
             self._own = {}
         if held_out not in self._own:
@@ -143,7 +141,7 @@ class Task(ABC):
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """Hold resources for rollouts of `tasks`, all tasks of this kind in the process."""
+        """Hold resources for `tasks`, all of this kind in the process."""
         yield
 
 
@@ -302,7 +300,7 @@ def load_module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise WorkerError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # First, so that dataclasses and pickling in the script find their module.
+    # Dataclasses and pickling in the script look for it.
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:

@@ -16,7 +16,6 @@ from tinkerscript.client.settings import CA_FILE, certificates
 from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnreachableError
 
 _BUSY = (429, 503)
-# No connection, or a proxy without a server.
 _AWAY = (0, 502, 503, 504)
 
 _TIMED_OUT = -1
@@ -25,7 +24,7 @@ _TIMED_OUT = -1
 @dataclass(frozen=True)
 class RetryPolicy:
     attempts: int = 6  # That end in a server error.
-    max_away_s: float = 300.0  # In total. The claim outlives a restart of the server.
+    max_away_s: float = 300.0  # In total; claims outlive a restart.
     first_delay_s: float = 0.25  # Doubles up to `max_delay_s`, with a jitter of 50%.
     max_delay_s: float = 8.0
     max_busy_s: float = 600.0  # For the `Retry-After` of 429 and 503.
@@ -36,8 +35,8 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True, slots=True)
 class ChatAttempt(Generic[Reply]):
-    status: int  # 0 if the connection failed, `_TIMED_OUT` without an answer in time.
-    said: bytes  # A refusal's body, or why the connection failed.
+    status: int  # 0 if the connection failed, or `_TIMED_OUT`.
+    said: bytes
     reply: Reply | None
     retry_after: float | None
 
@@ -66,8 +65,8 @@ class ChatEndpoint:
     async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST `body` to `{base_url}/chat/completions`.
 
-        Raises ClaimLostError for 409 claim_lost, RequestRefusedError for other refusals, and
-        ServerUnreachableError when retries end.
+        Raises ClaimLostError (409 claim_lost), RequestRefusedError, and ServerUnreachableError when retries
+        end.
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
@@ -124,7 +123,6 @@ class ChatEndpoint:
             await session.close()
 
     async def whole(self, url: str, data: bytes | None, headers: dict[str, str]) -> ChatAttempt[bytes]:
-        """Without `data` this is a GET."""
         attempt = await self._open(url, data, headers)
         if attempt.reply is None:
             return ChatAttempt(attempt.status, attempt.said, None, attempt.retry_after)

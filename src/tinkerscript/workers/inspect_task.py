@@ -73,7 +73,7 @@ class InspectTask(Task):
         return None if sample is None else sample_summary(sample)
 
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
-        """Raises TaskFailedError if the task's code raises, ClaimLostError, and the endpoint's errors."""
+        """Raises TaskFailedError if the task's code raises."""
         assert self._eval is not None, "a rollout runs inside `resources`"
         policy = GatewayPolicy(model, self._by_id[str(sample["id"])])
         records: list[EvalSample] = []
@@ -144,9 +144,9 @@ class GatewayPolicy:
         self.model = model
         self.sample = sample
         self._converter = ChatConverter()
-        self.unapplied: set[str] = set()  # The task's settings that requests do not carry, as `name=value`.
+        self.unapplied: set[str] = set()  # Settings that requests do not carry, as `name=value`.
         self.reply_ids = list[str]()
-        self.calls = 0  # Includes an agent's calls.
+        self.calls = 0
         self.lost: ClaimLostError | None = None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
@@ -179,11 +179,6 @@ IN_METADATA = "call_rewards"
 
 
 def call_rewards(scores: Mapping[str, Score], reply_ids: Sequence[str]) -> dict[str, float]:
-    """Sum the rewards that scorers gave single calls, in `Score.metadata["call_rewards"]`.
-
-    They are a list with a number for each model call, or a dict by the ids of assistant messages. Raises
-    WorkerError for anything else.
-    """
     total = dict[str, float]()
     for name, score in scores.items():
         given: Any = (score.metadata or {}).get(IN_METADATA)

@@ -44,7 +44,6 @@ class RelayedEpisode:
         self._routes = routes
         self._sessions: set[str] = set()
         self.calls = 0
-        # A lost claim or an unreachable server.
         self.error: ClientError | None = None
 
     def announce(self, session: str) -> None:

@@ -1,7 +1,7 @@
 """`run_worker` is a worker process: it runs a user's script, or tasks, over a server's episodes.
 
 SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. A worker runs its own copy of a sample,
-never a payload's content, so that a server cannot make it run anything else.
+never a payload's content, so a server cannot make it run anything else.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WorkerOptions:
     server_url: str = DEFAULT_SERVER_URL
     script: str = ""  # A file with a `rollout(episode)` function.
     tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
-    """Each task's arguments, by name (docs/environments.md)."""
+    """Each task's arguments, by name."""
 
     eval_args: Mapping[str, Mapping[str, JsonValue]] = field(
         default_factory=dict[str, Mapping[str, JsonValue]]
@@ -106,8 +106,7 @@ def run_worker(options: WorkerOptions) -> RunStatistics:
 def worker_process(options: WorkerOptions) -> int:
     """Return the exit code: `INTERRUPTED` after a signal, 1 if the run failed, otherwise 0.
 
-    A supervisor must know whether work is left: a Kubernetes Job is complete when one pod exits with 0. The
-    run's own workers do not report its failure.
+    A Kubernetes Job is complete when one pod exits with 0. The run's own workers do not report its failure.
     """
     signals = list[signal.Signals]()
     _, has_failed = asyncio.run(_run(options, signals))
@@ -131,7 +130,7 @@ async def open_runner(
     client: AsyncTinkerScriptClient | None = None,
     endpoint: ChatEndpoint | None = None,
 ) -> AsyncGenerator[Runner]:
-    """To reach a server in this process, give `client` and `endpoint`. Raises WorkerError."""
+    """Pass `client` and `endpoint` to reach a server in this process. Raises WorkerError."""
     async with AsyncExitStack() as stack:
         rollout = await _rollout(options, stack, endpoint)
         yield Runner(
@@ -218,7 +217,7 @@ def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> T
 def tasks_with_args(
     tasks: Sequence[str], args: Sequence[Mapping[str, JsonValue]]
 ) -> dict[str, Mapping[str, JsonValue]]:
-    """Raises WorkerError for too many arguments, or a repeated task."""
+    """Raises WorkerError."""
     if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
         raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
     return {task: args[i] if i < len(args) else {} for i, task in enumerate(tasks)}
@@ -257,7 +256,7 @@ class TaskRollout:
     ) -> None:
         """`held_out` has different tasks for evaluations."""
         others = held_out or {}
-        self._tasks: dict[str, tuple[Task, Task]] = {}  # For training and for evaluation.
+        self._tasks: dict[str, tuple[Task, Task]] = {}
 
         for name, task in tasks.items():
             self._tasks[name] = self._tasks[task.task_id] = task, others.get(name, task)

@@ -1,7 +1,7 @@
 """`Session` holds the conversations of one claim and makes their prompts.
 
 A prompt that continues a call starts with that call's prompt and sampled ids, byte for byte. Every other
-prompt is a new root with a reason (`FORK_REASONS`). Work in threads only reads immutable data.
+prompt is a new root with a reason (`FORK_REASONS`). Threads only read immutable data.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _encode = msgspec.json.Encoder().encode
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_PROMPT = 8_192  # Bytes; the work takes a millisecond, so a thread does it.
+LONG_PROMPT = 8_192  # Bytes; a thread does a millisecond's work.
 LONG_HISTORY = 2**18
 
 # Encoding releases the GIL; more threads would delay the event loop.
@@ -110,7 +110,7 @@ class Session:
         *,
         starts: bool = True,
     ) -> Turn:
-        """Long messages use a thread. Without `starts`, the turn may be too long."""
+        """Without `starts`, the turn may be too long."""
         is_long = text_size(messages) >= LONG_HISTORY or bool(files)
         keys = await in_thread_if(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys, files) as place:
@@ -121,7 +121,6 @@ class Session:
             return self._started(turn, "messages") if starts else turn
 
     async def plan_ids(self, prompt: bytes) -> Turn:
-        """Like `plan`, for a prompt of int32 ids."""
         messages, texts = await in_thread_if(len(prompt) >= LONG_PROMPT, self._message_of, prompt)
         node = self._prompts.find(prompt)
         turn = Turn(
@@ -157,7 +156,7 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Give fork reasons: only now is it known which parallel request is the claim's first."""
+        """Give fork reasons, now that the claim's first request is known."""
         labelled: list[Turn] = []
         for turn in turns:
             if turn.parent is None and turn.fork_reason is None:
@@ -223,7 +222,6 @@ class Session:
         keys: _Keys,
         files: Mapping[str, bytes] | None,
     ) -> Generator[_Place]:
-        # In this context, no equal request takes the same place.
         path = self._messages.walk(messages, keys.tools, keys.messages)
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
         place = _Place(path, tools, node, {**self._files, **(files or {})})
@@ -310,8 +308,6 @@ class _Keys(NamedTuple):
 
 
 class _Place:
-    """Immutable, so that threads may read it."""
-
     def __init__(
         self, path: MessagePath, tools: list[Tool], node: Node | None, files: Mapping[str, bytes]
     ) -> None:

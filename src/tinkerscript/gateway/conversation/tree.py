@@ -12,8 +12,8 @@ tools. Ids only choose among the calls that content allows:
 
 - An assistant message with an id that we issued must be that call's reply.
 - Reasoning may be dropped, but not changed.
-- Of several matching calls, the first that no other call continues, recorded or in flight, is chosen, so that
-  parallel conversations with equal messages continue one call each.
+- Of several matching calls, the first that no call continues, recorded or in flight, is chosen, so that equal
+  parallel conversations continue one call each.
 
 Text completions are matched by ids. A prompt continues the longest stream that it starts with; among equal
 streams, the first that no call continues.
@@ -87,12 +87,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     new_prompt: bytes  # int32, after the parent's prompt and sampled ids.
     images: list[PlacedImage] = []  # Of `new_prompt`.
     matched_by: MatchedBy | None = None
-    # None if the prompt extends a call or is the claim's first.
     fork_reason: str | None
     new_messages: list[ChatMessage]
     tools: list[Tool]
     reply_index: int
-    keys: Sequence[Hashable] = ()  # Empty if not computed yet.
+    keys: Sequence[Hashable] = ()
     texts: tuple[str, str] = ("", "")  # As recorded JSON; empty if not recorded.
 
     @property
@@ -116,7 +115,6 @@ class Node:
         self.tools_key = turn.parent.tools_key if turn.parent else tools_key(turn.tools)
         self.reply_index = turn.reply_index
         before = turn.parent.reply if turn.parent else None
-        # Computing them reads long tool arguments.
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
         self.written = [
             (index, reasoning_of(message))
@@ -167,7 +165,7 @@ class MessagePath(NamedTuple):
     keys: list[Hashable]
     tools_key: bytes
     history_length: int
-    states: list[int]  # Around the messages, as far as they exist.
+    states: list[int]
 
     @property
     def history_state(self) -> int | None:
@@ -185,7 +183,6 @@ class MessageIndex:
         self._prompted: dict[int, set[bytes]] = {}
         self._through: dict[int, Node] = {}
         self._named: dict[str, Node] = {}
-        # By the keys of the message before (None: any) and the reply.
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
 
     def add(self, node: Node) -> None:
@@ -287,7 +284,7 @@ class MessageIndex:
         return reason or HISTORY_EDITED
 
     def _edit_of_equal_reply(self, history: Conversation) -> str | None:
-        # Equal replies may be a coincidence, so only missing messages count.
+        # Equal replies may be a coincidence.
         *_, before, reply = (None, None, *history.keys)
         if known := self._by_reply.get((before, reply)):
             return edit_reason(known.conversation(), history)

@@ -1,6 +1,6 @@
 """Agent mode ignores fields that coding agents send whether or not a server honors them.
 
-Dropped fields are recorded (`Call.ignored`) and counted in the alignment report.
+Dropped fields are recorded (`Call.ignored`) and reported.
 
 Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-swe-agent 2.4.
 """
@@ -15,7 +15,7 @@ import msgspec
 from tinkerscript.errors import GatewayError
 
 AGENT_PREFIX = "/agent"  # An agent's base URL is `http://HOST/agent/v1`.
-SIDE_MODEL = "side"  # Agents request it for side tasks, such as a title.
+SIDE_MODEL = "side"  # For side tasks, such as a title.
 AGENT_FIELDS: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": (
         "reasoning_effort",

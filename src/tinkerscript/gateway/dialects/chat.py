@@ -50,7 +50,7 @@ from tinkerscript.tokenizer import LightTokenizer
 class _Function(Struct, forbid_unknown_fields=True):
     name: str
     arguments: str = ""
-    # The `openai` client adds this to streamed or parsed messages.
+    # The `openai` client adds this.
     parsed_arguments: Any = None
 
 
@@ -79,7 +79,7 @@ class _Message(Struct, forbid_unknown_fields=True):
 
 class _ImageURL(Struct, forbid_unknown_fields=True):
     url: str
-    detail: Literal["auto", "low", "high"] = "auto"  # The processor decides the size.
+    detail: Literal["auto", "low", "high"] = "auto"
 
 
 class _ImagePart(Struct, forbid_unknown_fields=True):
@@ -150,7 +150,7 @@ def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
 def _normalized_chat(
     chat: _Chat | _Request, files: dict[str, bytes] | str
 ) -> tuple[list[ChatMessage], list[Tool]]:
-    """`files` receives the images, or says why they are refused."""
+    """`files` gets the images, or says why they are refused."""
     functions = [tool.function for tool in chat.tools or ()]
     tools = [function_tool(each.name, each.description, each.parameters) for each in functions]
     if not isinstance(files, str):

@@ -170,9 +170,9 @@ class ResponseEvents(EventStream):
         return rest + self._lifecycle(response["status"], response)
 
     def failure(self, error: GatewayError) -> bytes:
-        # OpenAI's clients raise the `error`; others wait for the failed response.
+        # OpenAI's clients raise the `error`; others await the failed response.
         flat = {"code": error.code, "message": error.message, "param": error.param}
-        # A response may only have one of OpenAI's codes.
+        # Only OpenAI's codes are valid.
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"code": code, "message": error.message}
         response = self._pending | {"status": "failed", "error": failed}
@@ -183,7 +183,6 @@ class ResponseEvents(EventStream):
     def _begin(self, item: Item) -> bytes:
         if self._open and self._open["type"] == item["type"]:
             return b""
-        # Only reasoning is followed by text.
         ended = (
             self._end(self._write.reasoning(self._header.call_id, "".join(self._text))) if self._open else b""
         )

@@ -3,9 +3,8 @@
 `previous_response_id` continues a response of the same claim. Outside episodes, a model keeps the latest
 responses in memory unless `store` is false.
 
-A response's items, sent back with or without reasoning, become the one message that was sampled. Consecutive
-items belong to one message while they keep a reply's order (reasoning, text, calls) and no id contradicts
-that.
+A response's items, sent back, become the one sampled message. Consecutive items belong to one message while
+they keep a reply's order (reasoning, text, calls) and no id contradicts that.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -125,7 +124,7 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
 def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
     conversation = _Conversation()
     if instructions:
-        # Marked, because a continuation drops it.
+        # A continuation drops it.
         conversation.messages.append({"role": "system", "content": instructions, "instructions": True})
     if isinstance(items, str):
         conversation.messages.append({"role": "user", "content": items})
@@ -284,7 +283,7 @@ class ResponsesCall(ModelCall, frozen=True, kw_only=True):
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
-    encrypted_reasoning: bool = False  # Repeats reasoning in `encrypted_content`.
+    encrypted_reasoning: bool = False  # Repeats it in `encrypted_content`.
 
 
 class _Format(Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):

@@ -28,7 +28,7 @@ DIRECT = {"type": "direct"}  # The model itself called the tool.
 
 
 class Unsupported:
-    """Marks a known field that is refused unless null or one of `values`, which have no effect."""
+    """Marks a known field that is refused unless null or one of `values`."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -59,7 +59,6 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """Errors name the field below `where`."""
     given = {name: each for name, each in value.items() if each is not None}
     try:
         converted = msgspec.convert(given, kind)

@@ -47,12 +47,12 @@ VLLM_REMEDIES = {
 T = TypeVar("T")
 
 
-NOT_FINITE = float("nan")  # The server sends null, because JSON has neither -inf nor NaN.
+NOT_FINITE = float("nan")  # The server sends null for it.
 
 
 class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
-    logprobs: list[float]  # -9999.0 and NaN stand for values that the server could not send.
+    logprobs: list[float]  # -9999.0 and NaN stand for values that JSON cannot hold.
     stop_reason: StopReason
     top: list[dict[int, float]] = []
     scores: list[float] = []  # Of the prompt from `score_from` on, at temperature 1.
@@ -61,10 +61,7 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Ends samples early, keeping their tokens."""
-
     event: asyncio.Event
-    # Whether a sample is complete for a reason unknown to the server.
     ends: Callable[[Sequence[int]], bool] | None = None
 
 
@@ -104,7 +101,7 @@ class _Failure(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    error: _Failure | None = None  # Ends a stream, with the status of a plain reply.
+    error: _Failure | None = None  # Ends a stream.
 
 
 class _Completion(msgspec.Struct):
@@ -219,7 +216,6 @@ class VllmServer:
         return decode(body, _Tokens).tokens if body else None
 
     async def unload_adapter(self, name: str) -> None:
-        # After a restart the server would refuse.
         body = await self._upstream.get("/v1/models")
         if body and name in {model.id for model in decode(body, _Models).data}:
             await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
@@ -227,8 +223,8 @@ class VllmServer:
     async def load_weights(self, name: str, version: str) -> None:
         """Load the weights of `name` and call them `version`, aborting running samples.
 
-        After a failure the server may be paused until `resume`. This needs our plugin and a server in
-        development mode.
+        A failure may leave the server paused until `resume`. Needs our plugin and a server in development
+        mode.
         """
         await self._control("/init_weight_transfer_engine", init_info={"name": name})
         await self._control("/pause?mode=abort")
@@ -243,7 +239,7 @@ class VllmServer:
     async def sleep(self) -> None:
         """Free device memory, aborting running samples.
 
-        This needs a server in development mode with --enable-sleep-mode.
+        Needs a server in development mode with --enable-sleep-mode.
         """
         await self._control("/sleep?level=1&mode=abort")
 

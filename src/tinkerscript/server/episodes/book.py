@@ -42,7 +42,7 @@ MAX_FORGIVEN = 20
 
 KEPT = 10_000  # Clients may still ask about recent ones.
 
-# After these outcomes in undone steps, a client's sample cannot train again. None: no such step used it.
+# After these outcomes in undone steps (None: unused), a client's sample cannot train again.
 LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT, Use.STALE)
 
 
@@ -56,7 +56,7 @@ class EpisodeBook:
         wall: Callable[[], float] = time.time,
         kept: int = KEPT,
     ) -> None:
-        """`clock` measures leases, `wall` (Unix time) claims' lifetimes, also across restarts."""
+        """`clock` measures leases, `wall` (Unix time) claims' lifetimes across restarts."""
         self.leases = Leases(clock, wall, max_claim_s=max_claim_s)
         self.queues = Queues(self.get)
         self.counts = StateCounts()
@@ -125,11 +125,10 @@ class EpisodeBook:
         return list(islice(reversed(self._failed.values()), limit))
 
     def answered(self, client_uuid: str, claim_request_id: str) -> list[EpisodeRecord] | None:
-        """Episodes that answered this request and are still held; None for a new request."""
+        """Episodes that answered this request and are still held; None if it is new."""
         return self._requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
 
     def unfinished(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """In order of sequence."""
         return _page(self._unfinished.values(), after=after, limit=limit)
 
     def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
@@ -176,7 +175,7 @@ class EpisodeBook:
         position: int = -1,
         copies: int = 1,
     ) -> None:
-        """Add an episode and its copies. Idempotent for the same content.
+        """Add an episode and its copies. Idempotent.
 
         Raises ConflictError, and adds none, if one has other content. `recall` past ones first.
         """
@@ -250,8 +249,8 @@ class EpisodeBook:
         """Resume the run after `step`: keep what its next step can use, and give up the rest.
 
         `used`: sequence -> outcome, for episodes that only undone steps used. `plan_lag`: see `Resume`.
-        `spoiled`: see `Beginning`. Returns the episodes given up, which are consumed. Consumed episodes that
-        can train again become open.
+        `spoiled`: see `Beginning`. Returns the episodes given up, now consumed. Consumed ones that can train
+        again become open.
         """
         first = max(1, step + 1 - plan_lag)
         kept, given_up = list[EpisodeRecord](), list[EpisodeRecord]()
@@ -264,7 +263,7 @@ class EpisodeBook:
                     kept.append(episode)
             elif is_training and first <= episode.step <= step + 1 and not episode.undone:
                 groups.setdefault(episode.group_id, []).append(episode)
-            elif not is_training or episode.step:  # Not planned by a trainer.
+            elif not is_training or episode.step:
                 is_cut_short = not is_training and not episode.consumed
                 if (episode.step > step or is_cut_short) and not episode.undone:
                     episode.undone = resumption
@@ -274,7 +273,7 @@ class EpisodeBook:
         for group in groups.values():
             is_spoiled = any(episode.sequence in spoiled for episode in group)
             (kept if _can_train(group, used) and not is_spoiled else given_up).extend(group)
-            for episode in group if is_spoiled else ():  # Its sample is asked again.
+            for episode in group if is_spoiled else ():
                 episode.undone = resumption
                 self._touch(episode)
         for episode in kept:
@@ -288,16 +287,16 @@ class EpisodeBook:
         return given_up
 
     def planned(self, step: int, *, plan_lag: int = 0) -> list[EpisodeRecord]:
-        """Includes episodes planned up to `plan_lag` steps earlier."""
+        """Reaches back `plan_lag` steps."""
         found = (
             each
             for each in self._unfinished.values()
             if each.pool == TRAINER_POOL and step - plan_lag <= each.step <= step and _is_planned(each)
         )
-        return sorted(found, key=attrgetter("sequence"))  # Reopened episodes come last.
+        return sorted(found, key=attrgetter("sequence"))
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
-        """Count the groups that were not set aside. `used` is as in `resume`."""
+        """Count groups, except those set aside."""
         planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
         aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
         return len({each.group_id for each in planned} - aside)
@@ -314,7 +313,7 @@ class EpisodeBook:
     ) -> EpisodeRecord | None:
         """Hand out the oldest registered episode; requeued ones keep their place.
 
-        The caller must check with `answered` that the request is new.
+        First check with `answered` that the request is new.
         """
         episode = self.queues.oldest(pool, claim_type)
         if episode is None:
@@ -502,7 +501,6 @@ class EpisodeBook:
         self._claimed[episode.uuid] = episode
 
     def _close_claim(self, episode: EpisodeRecord, state: State, *, fault: str = "") -> None:
-        """`fault`: what the claim's client did wrong."""
         owned = self._claims[episode.client_uuid]
         del owned[episode.uuid], self._claimed[episode.uuid]
         if not owned:
@@ -512,7 +510,6 @@ class EpisodeBook:
         self._move(episode, state)
 
     def _lose(self, episode: EpisodeRecord, failure: Failure, *, fault: str = "") -> None:
-        """Requeue the episode while it has attempts left, or after `FORGIVEN_KINDS`."""
         if failure.kind in FORGIVEN_KINDS and _forgiven(episode) < MAX_FORGIVEN:
             episode.forgiven += 1
             fault = ""

@@ -139,7 +139,7 @@ class Queues:
         queues = self._of(pool, claim_type)
         while waiting := [queue for queue in queues if queue.heap]:
             queue = min(waiting, key=lambda candidate: candidate.heap[0])
-            # Evaluations first: the trainer starts only as many as may run at once.
+            # Evaluations first: the trainer starts as many as may run at once.
             if pool == TRAINER_POOL:
                 queue = waiting[-1]
             episode = self._find(heapq.heappop(queue.heap)[1])
@@ -156,7 +156,7 @@ class Wakeup(NamedTuple):
     pool: str
     episode_type: EpisodeType
     before: int
-    """Only clients with a smaller ticket get it next, so that chains of wake-ups end."""
+    """Only clients with a smaller ticket get it next, so chains end."""
 
 
 _Waiting = asyncio.Future[Wakeup | None]
@@ -187,7 +187,6 @@ class LongPollQueue:
             _wake(client)
 
     def pass_on(self, wakeup: Wakeup) -> bool:
-        """Return False if no client waits."""
         keys: list[tuple[str, ClaimType]] = [(wakeup.pool, wakeup.episode_type), (wakeup.pool, "any")]
         heads = [(next(iter(self._queues[key])), key) for key in keys if key in self._queues]
         ticket, key = min(heads, default=(wakeup.before, keys[0]))
@@ -202,7 +201,7 @@ class LongPollQueue:
     async def wait(
         self, pool: str, claim_type: ClaimType, timeout_s: float, request: RequestKey | None = None
     ) -> Wakeup | None:
-        """Wait until it is worth trying to claim again, or `answered(request)` is called.
+        """Wait until a claim may succeed, or `answered(request)` is called.
 
         Returns a wake-up to pass on, or None. Raises TimeoutError.
         """
@@ -256,7 +255,7 @@ class Leases:
         self._wall = wall
         self._max_claim_s = max_claim_s
         # One entry per running claim, never later than its deadline (after a call, at most by `CHECKED_S`).
-        # Deadlines only move later, so entries are corrected at the top: O(log n) amortized.
+        # Deadlines only move later, so entries are corrected at the top.
         self._heap: list[tuple[float, int, int, EpisodeRecord]] = []
 
     def start(self, episode: EpisodeRecord) -> None:
@@ -289,10 +288,9 @@ class Leases:
         return None
 
     def find_expired(self) -> tuple[EpisodeRecord, str, str] | None:
-        """Find an episode with an expired claim, and the failure's kind and message.
+        """Find an expired claim's episode, and the failure's kind and message.
 
-        The caller must close the claim before calling again. A running model call counts as activity; only
-        the claim's lifetime ends it.
+        Close the claim before calling again. A running model call counts as activity.
         """
         now = self._clock()
         while (deadline := self.next_deadline()) is not None and deadline <= now:
@@ -316,7 +314,6 @@ class Leases:
         return max(0.0, self._wall() - episode.claimed_at)
 
     def last_activity(self, episode: EpisodeRecord) -> float:
-        """Unix time; 0 before the first claim."""
         if not episode.renewed_at:
             return episode.claimed_at
         idle_s = 0.0 if episode.calls_in_flight else self._clock() - episode.renewed_at
@@ -337,7 +334,7 @@ class StateCounts:
         self._failures: dict[EpisodeType, int] = dict.fromkeys(EPISODE_TYPES, 0)
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
-        """`step`: +1 when the episode enters its state, -1 when it leaves."""
+        """`step`: +1 on entering a state, -1 on leaving."""
         self._types[episode.episode_type][episode.status] += step
         pool = self._pools.get(episode.pool)
         if pool is None:
@@ -387,7 +384,6 @@ class StateCounts:
         }
 
     def failures(self) -> dict[EpisodeType, int]:
-        """Never decreases."""
         return dict(self._failures)
 
 

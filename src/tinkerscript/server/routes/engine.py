@@ -1,7 +1,6 @@
 """Endpoints of the engine, which need the admin role.
 
-At most one trainer is started. It joins over the link like any other, resumes the folder's run, and stops
-with the server.
+At most one trainer is started. It joins over the link, resumes the folder's run, and stops with the server.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ class EngineRoutes:
 
     @property
     def _trainer_is_there(self) -> bool:
-        """False once it reported OFFLINE, because it is about to disconnect."""
+        """A trainer that reported OFFLINE is about to disconnect."""
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
     async def _end_by_force(self) -> None:
@@ -173,7 +172,7 @@ class EngineRoutes:
                 logger.warning("trainer.killed pid=%d", trainer.pid)
                 trainer.kill()
                 await self._ended.wait()
-        if self._trainer_is_there:  # Started by hand, so there is no process to kill.
+        if self._trainer_is_there:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._ending_s):
                     await self._interchange.offline()

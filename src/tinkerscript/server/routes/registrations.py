@@ -78,7 +78,6 @@ class RegistrationRoutes:
         )
 
     def _register(self, new: NewEpisode, account: str, *, is_admin: bool) -> None:
-        """Raises InterchangeError, or HTTPException 422 for a malformed episode."""
         if not is_admin:
             _check_own_pool(new)
         self._interchange.clients.check_pool(account, new.pool)
@@ -94,7 +93,6 @@ class RegistrationRoutes:
 
 
 def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
-    """Raises HTTPException 422 for an invalid pool name or too large a payload."""
     pool = body.client_uuid
     if "/" in pool:
         raise HTTPException(422, f"client_uuid: the name of a pool must not contain a slash, got {pool!r}")

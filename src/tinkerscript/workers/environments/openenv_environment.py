@@ -42,7 +42,7 @@ class OpenEnvEnvironment(Task):
         sessions: int = 0,
         system_prompt: str = INSTRUCTION,
     ) -> None:
-        """`reset` has arguments for every reset. `sessions` limits open sessions (0: no limit). The schema of
+        """`reset` has arguments for every reset. `sessions` limits open sessions (0: none). The schema of
         actions is appended to `system_prompt`.
         """
         if not url.startswith(("http://", "https://")):
@@ -83,7 +83,7 @@ class OpenEnvEnvironment(Task):
                     told = "That is no action: reply with a JSON object of the schema."
                     continue
                 result = await client.step(action)
-                reply_id = model.reply_ids[-1]  # Servers other than a run's may repeat ids.
+                reply_id = model.reply_ids[-1]  # Other servers may repeat ids.
                 rewards[reply_id] = rewards.get(reply_id, 0.0) + float(result.reward or 0.0)
                 told = json.dumps(result.observation)
         metrics = {"steps": float(steps), "misread": float(misread), "unfinished": float(not result.done)}

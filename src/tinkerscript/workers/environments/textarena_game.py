@@ -32,9 +32,9 @@ class TextArenaGame(Task):
         opponent: str = "",
         system_prompt: str = "",
     ) -> None:
-        """`opponent` is the role of the other seats. `players` is 2 with an `opponent`, otherwise 1.
+        """`opponent` is the role of the other seats; then `players` defaults to 2 instead of 1.
 
-        Raises ConfigError for a game that is unknown, cannot start with so many players, or needs a download.
+        Raises ConfigError for a game that is unknown, cannot start so, or needs a download.
         """
         self._game = game
         self._opponent = opponent
@@ -48,7 +48,7 @@ class TextArenaGame(Task):
         self._system = system_prompt
         try:
             self._started(seed)
-        except Exception as error:  # Unknown ids, player counts, missing word lists.
+        except Exception as error:
             raise ConfigError(
                 f"textarena:{game} cannot start with {self._players} players: {_first_line(error)}"
             ) from error
