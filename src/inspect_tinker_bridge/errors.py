@@ -14,7 +14,7 @@
         ├── EpisodeAbandonedError     it was cancelled before it ended
         └── SelfGradingError          its scorer asked the policy to grade its own answer
 
-A failed episode is an error and never a reward of 0.
+A failed episode is an error, never a reward of 0.
 """
 
 from __future__ import annotations

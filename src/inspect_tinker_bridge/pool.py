@@ -1,7 +1,7 @@
 """The `TaskRunner` that the environments of a process share.
 
-It is only open while it has a holder, so that other evals can run in between. Event loops in different
-threads take turns, because Inspect runs one eval per process.
+It is only open while it has a holder, so that other evals can run in between. Event loops of different
+threads take turns: Inspect runs one eval per process.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RunnerPool:
 
 
 class _ProcessLock:
-    """First come, first served, for event loops in several threads."""
+    """First come, first served, across threads."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()

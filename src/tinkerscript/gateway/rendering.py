@@ -106,7 +106,7 @@ class _DeferringTokenizer:
 class ParseOptions(msgspec.Struct, frozen=True):
     tool_calls: bool
     cut_at: Sequence[str] = ()  # They cut the text, but not the ids.
-    tools: Sequence[Tool] = ()  # Tell strings from numbers.
+    tools: Sequence[Tool] = ()  # Some formats need them to tell strings from numbers.
 
 
 class ChatRenderer:

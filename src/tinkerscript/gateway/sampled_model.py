@@ -53,7 +53,7 @@ class SampledModel(NamedModel):
         other_names: Collection[str] = (),
         no_images: str | None = None,
     ) -> None:
-        """`accepted_names` None: any name."""
+        """`accepted_names`: None accepts any name."""
         super().__init__(name, claims, renderer, role=role, no_images=no_images)
         self._sampler = sampler
         self._renderer = renderer
@@ -270,7 +270,7 @@ def unknown_model(name: str, known: Collection[str]) -> GatewayError:
 def recorded_completion(
     call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
 ) -> Completion | None:
-    """None for several prompts or top logprobs, which are not recorded, or choices missing after a restart."""
+    """None for several prompts or top logprobs (not recorded), or if choices are missing after a restart."""
     if call.top_logprobs or len(call.prompts) > 1:
         return None
     ids = [choice_id(call_id, index) for index in range(call.n)]

@@ -46,7 +46,7 @@ class TemplateRendering:
     """Messages and tools have marks already."""
 
     def __init__(self, template: ChatTemplate, tokenizer: LightTokenizer, folder: Path) -> None:
-        """Raises ConfigError if no token ends a reply."""
+        """Raises ConfigError if the template cannot write a reply or no token ends one."""
         self._template = template
         self._tokenizer = tokenizer
         self.images = ImageFormat.of(folder, tokenizer)

@@ -117,8 +117,8 @@ async def create_server(
 ) -> InterchangeServer:
     """Assemble the server of a run folder, with the episodes in `ledger`. Binds nothing yet.
 
-    `serve_model`: the client token is the model's API key. `environ`: the clients' tokens. `outside` answers for roles.
-    `listeners`: for gateway processes. `epoch`: from `ledger.lead`. Raises ConfigError and StoreError.
+    `serve_model`: the client token is the model's API key. `environ`: clients' tokens. `outside` answers for
+    roles. `listeners`: for gateway processes. `epoch`: from `ledger.lead`. Raises ConfigError and StoreError.
     """
     section, times, totals = config.interchange_server, times or LinkTimes(), totals or Totals()
     book = EpisodeBook(

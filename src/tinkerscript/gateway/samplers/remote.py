@@ -43,7 +43,7 @@ class RemoteSampler(Sampler):
     """Weights without a number are `FOREIGN_POLICY`."""
 
     server: VllmServer
-    facts: ServerFacts  # With a `weight_version`, it is asked again.
+    facts: ServerFacts  # With a `weight_version`, the server is asked again.
     timeout_s: float = 300.0
     cache_salt: str = ""  # Different salts never share the server's prefix cache.
     # Finds stop strings that earlier weights began; None if nothing is cut.
