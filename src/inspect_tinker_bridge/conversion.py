@@ -1,4 +1,4 @@
-"""Convert Inspect's samples to JSON, and messages to OpenAI's chat format, in both directions.
+"""Convert Inspect's samples to and from JSON, and messages to and from OpenAI's chat format.
 
 Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, with its id's type, its None values
 and its sandbox, which pydantic loses. Text, reasoning and tool arguments survive to the character; anything

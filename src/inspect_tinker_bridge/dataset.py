@@ -51,10 +51,10 @@ def inspect_dataset_to_hf(
 ) -> Dataset:
     """Convert a task's samples to a dataset with the columns of `DatasetRow`.
 
-    Every sample's solver runs up to its first model call; no other eval may run meanwhile.
-    `additional_system_content` is appended to the system message, or becomes one. Raises UnsupportedError for
-    content other than text, reasoning and images, TaskFailedError if a solver raises or first asks the model
-    of a role, and RunnerError.
+    Solvers run up to their first model call; no other eval may run meanwhile. `additional_system_content` is
+    appended to the system message, or becomes one. Raises UnsupportedError for content other than text,
+    reasoning and images, TaskFailedError if a solver raises or first asks the model of a role, and
+    RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     samples = info.samples[:max_samples]

@@ -1,8 +1,8 @@
 """Episodes inside an eval: their model calls, the policies that answer them, and their outcomes.
 
-A model call belongs to exactly one episode, found through a context variable. A call without one comes from a
-scorer that grades with the policy. `next_call` takes every call that `PendingCalls.generate` accepts, or it
-fails with the limit of `finish`.
+A model call belongs to one episode, found through a context variable; without one, it comes from a scorer
+that grades with the policy. `next_call` takes every call that `PendingCalls.generate` accepts, or it fails
+with the limit of `finish`.
 """
 
 from __future__ import annotations

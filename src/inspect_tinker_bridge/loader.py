@@ -229,7 +229,7 @@ def _make_renderer(renderer: Renderer | str, tokenizer: Tokenizer | None, image_
         )
     try:
         made = get_renderer(renderer, tokenizer, image_processor)
-        made.get_stop_sequences()  # Some fail here if the tokenizer lacks tokens.
+        made.get_stop_sequences()  # Some fail here if the tokenizer lacks their tokens.
         return made
     except (RendererError, ValueError, AssertionError) as error:
         raise EnvironmentConfigError(

@@ -29,8 +29,7 @@ class RunnerPool:
     async def acquire(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> TaskRunner:
         """Return an open runner with this task. Every `acquire` needs a `release`.
 
-        Waits while another thread's event loop has a runner, and while others hold a dead one. Raises
-        RunnerError.
+        Waits while another thread's event loop has a runner, or others hold a dead one. Raises RunnerError.
         """
         runner = await self._hold(task, options)
         try:

@@ -132,7 +132,7 @@ async def create_sandbox_for_sample(
     """Start a sample's sandboxes, copy its files into the default one and run its setup script.
 
     `sample` is a Sample or the `info` of an `inspect_dataset_to_hf` row. A `sandbox_config` of the same type
-    without a file uses the sample's. Raises SandboxError, and the provider's or script's exceptions.
+    uses the sample's file by default. Raises SandboxError, and the provider's or script's exceptions.
     """
     wanted = sample if isinstance(sample, Sample) else sample_of_row(sample)
     sandbox_type, config = _resolve(wanted, sandbox_config)

@@ -242,7 +242,9 @@ class ClaimKeys:
         return claim_alias(self._secret, episode_uuid, attempt) if self._roles.are_open else None
 
     def gateway(self, episode_uuid: str, attempt: int, *, of: int) -> int:
-        """Return which gateway process, 1 to `of`, owns a claim. The secret decides, so episode names cannot."""
+        """Return which gateway process, 1 to `of`, owns a claim. The secret decides: a restart keeps the
+        answer, and episode names cannot steer it.
+        """
         digest = _mac(self._secret, b"tinkerscript gateway", episode_uuid, attempt)
         return int.from_bytes(digest[:8]) % of + 1
 

@@ -32,7 +32,7 @@
     └── WorkerError              a worker cannot run its script or task
         └── WrongTaskError           an episode of a task the worker does not run
 
-An `*Error` is an exception. A `Failure` (see `protocol`) is an episode's recorded failure.
+A `Failure` (see `protocol`) is an episode's recorded failure.
 """
 
 from __future__ import annotations

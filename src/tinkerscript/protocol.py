@@ -144,7 +144,6 @@ def failure_line(error: BaseException) -> str:
 
 
 def _flat_metrics(value: object) -> object:
-    """A list becomes its mean, and an object in an object `outer/inner`."""
     if isinstance(value, list):
         value = {str(number): item for number, item in enumerate(cast("list[object]", value))}
     if not isinstance(value, dict):
@@ -459,7 +458,7 @@ class EpisodeClaim(Message):
     """Registered data, such as the sample."""
 
     policy_version: int | None = None
-    """Policy version at the time of the claim."""
+    """Policy version at the claim."""
 
     allow_discard_timeout: float = 0.0
     """Seconds without activity after which the claim expires; `/heartbeat_episode` renews it."""
@@ -534,7 +533,7 @@ class CanContinueEpisodeResponse(Message):
     """Whether the claim holds its lease, but its calls are too old to train."""
 
     policy_version_at_claim: int | None = None
-    """Policy version at the time of the claim."""
+    """Policy version at the claim."""
 
     policy_version: int | None = None
     """Current policy version."""
@@ -744,7 +743,7 @@ class FleetClaim(_ShownEpisode):
     """Model calls being answered."""
 
     policy_version: int
-    """Policy version at the time of the claim."""
+    """Policy version at the claim."""
 
 
 class FleetClient(Message):

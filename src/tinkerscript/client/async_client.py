@@ -141,7 +141,7 @@ class AsyncTinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> list[AsyncClaimedEpisode]:
-        """Claim up to `max_episodes` (at most 256) with one request, waiting until there is one.
+        """Claim up to `max_episodes` (at most 256) with one request.
 
         Raises like `begin_episode`.
         """
@@ -184,8 +184,7 @@ class AsyncTinkerScriptClient:
         episode_type: EpisodeType = "train",
         round: str = "",
     ) -> dict[str, list[str]]:
-        """Register a group per sample (task id -> payload) with few requests, and return the uuids by task
-        id.
+        """Register a group per sample (task id -> payload) with few requests. Returns uuids by task id.
 
         Waits and raises like `register_episode`.
         """
@@ -405,7 +404,7 @@ class AsyncTinkerScriptClient:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncClaimedEpisode(Episode):
-    """An episode to use in an `async with` block, which renews the claim and gives it back on errors."""
+    """An episode to use in an `async with` block; see `begin_episode`."""
 
     client: AsyncTinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)

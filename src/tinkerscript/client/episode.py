@@ -87,7 +87,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class EpisodeModelAddress:
-    """How to call one model of a claim with a client of OpenAI's format."""
+    """How an OpenAI client calls one model of a claim."""
 
     base_url: str  # Ends in `/v1`.
     api_key: str = field(repr=False)
@@ -161,7 +161,7 @@ class Episode:
 
         Rewards of a call add up. In an async program, await this before the next call. Raises ValueError for
         a reward above 1e6 in magnitude, and for `last`, RequestRefusedError (404) before the first call and
-        ServerUnreachableError. The server refuses a result that rewards an unknown call.
+        ServerUnreachableError. The server refuses the result for an unknown call.
         """
         if call == LAST:
             raise ValueError(
@@ -214,7 +214,7 @@ class HeldClaim:
 
     @asynccontextmanager
     async def cancelling_the_block(self) -> AsyncGenerator[None]:
-        """Cancel this block, and raise ClaimLostError, when a heartbeat learns that the claim is lost."""
+        """Cancel this block and raise ClaimLostError when a heartbeat learns of the loss."""
         scope = asyncio.timeout(None)  # Recognizes its own cancellation.
         try:
             async with scope:

@@ -1,8 +1,7 @@
 """The client's requests to the interchange server, one `Operation` per method, without I/O.
 
 Invariant: operations may be repeated. A claim keeps its `claim_request_id` until it has a definite answer, so
-a retry returns the claim of the lost reply. Uuids of registered episodes derive from the pool, the task id,
-the round and the place in the group.
+a retry returns the claim of the lost reply. Uuids of registered episodes are derived from their arguments.
 """
 
 from __future__ import annotations

@@ -369,8 +369,8 @@ def run(
 ) -> RunStatistics:
     """Run `rollout` over the server's episodes until SIGTERM, SIGINT or `should_stop` ends the run.
 
-    Arguments and errors are those of `Runner`. In a program with an event loop, use `await
-    Runner(...).run()`. Signals are handled only on the main thread.
+    It takes and raises the same as `Runner`. In a program with an event loop, use `await Runner(...).run()`.
+    Signals are handled only on the main thread.
     """
     runner = Runner(
         rollout,

@@ -111,7 +111,7 @@ class TinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> list[ClaimedEpisode]:
-        """Claim up to `max_episodes` (at most 256) with one request, waiting until there is one.
+        """Claim up to `max_episodes` (at most 256) with one request.
 
         Raises like `begin_episode`.
         """
@@ -219,7 +219,7 @@ class TinkerScriptClient:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedEpisode(Episode):
-    """An episode to use in a `with` block, which renews the claim and gives it back on errors."""
+    """An episode to use in a `with` block; see `begin_episode`."""
 
     client: TinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)

@@ -1,7 +1,7 @@
 """`OutsideModel` answers the calls of a role from an outside server.
 
-Only text is known, so calls never train. Every answer is recorded and counts toward the claim's limits, even
-after a disconnect.
+Only text is known, so calls never train. Every answer counts toward the claim's limits, even after a
+disconnect.
 """
 
 from __future__ import annotations

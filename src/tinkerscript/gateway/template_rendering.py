@@ -2,8 +2,7 @@
 
 A continuation renders the conversation twice: up to the header of the last reply, and with the reply and the
 new messages. If the first text is a prefix of the second, and what follows reads as the sampled reply, the
-text after the reply is encoded and appended to the sampled ids. Otherwise the template rewrites history, and
-there is no continuation.
+text after the reply is encoded and appended to the sampled ids. Otherwise the template rewrites history.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`DatabaseLease`: the right to serve a run's episodes, as one row in the database.
 
 Taking the lease increments its epoch, which every write checks (`fence`), so a former holder cannot write. A
-holder that gets no answer gives up before another server may take the lease.
+holder without an answer gives up before another server may take it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ SELECT sample, avg(reward), min(uuid) FROM episodes
     WHERE step = ? AND label = ? AND episode_type = 'eval' AND undone = 0 GROUP BY sample
 """
 
-NORMAL_95 = 1.96  # Standard errors around the mean that hold 95%.
+NORMAL_95 = 1.96
 
 Kind = Literal["good", "warn", "bad"]
 
@@ -187,7 +187,6 @@ def verdict(rows: Sequence[HealthRow]) -> str:
 
 
 def best_score(ledger: LedgerReader) -> BestScore | None:
-    """None unless an earlier evaluation is significantly higher than the last."""
     rows = _scored(ledger)
     if len(rows) < 2:
         return None

@@ -16,7 +16,7 @@ from tinkerscript.ledger.rows import LEDGER_VERSION
 
 
 class PostgresReading(Reading):
-    """A schema, which reads as empty until it exists. Queries are read-only transactions."""
+    """Queries are read-only transactions."""
 
     def __init__(self, url: str, folder: Path) -> None:
         """Raises ConfigError for an unreachable database or another version."""

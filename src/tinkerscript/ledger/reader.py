@@ -24,7 +24,7 @@ from tinkerscript.ledger.reading import NamedRow, Reading, Rows, SqliteReading
 from tinkerscript.ledger.tokens import TrainedSequence, unpacked_sequences
 from tinkerscript.rollouts.call import Call
 
-# The user consents to read this ledger outside of the run's folder.
+# Names a ledger outside of the run's folder that the user consents to read.
 STORE_VARIABLE = "TINKERSCRIPT_STORE"
 
 # The fact with the trainer's status; see `train.run_status`.

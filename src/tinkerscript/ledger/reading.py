@@ -59,8 +59,6 @@ class Reading(ABC):
 
 
 class SqliteReading(Reading):
-    """The file reads as empty until it exists."""
-
     def __init__(self, path: Path | None) -> None:
         """None: empty. Raises ConfigError for another version or an unreadable file."""
         self._path = path

@@ -1,4 +1,4 @@
-"""The tables of a run's ledger, each as the struct of its rows, which also travel over the link.
+"""The tables of a run's ledger, as structs of rows, which also travel over the link.
 
 `KEY` and `CONSTRAINTS` ensure that an episode ends once and trains once per step and role, and that a policy
 version is published once. Rows of undone steps stay, with the resumption in `undone`.
@@ -32,7 +32,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the first row with a key stays instead."""
 
     FIXED: ClassVar[tuple[str, ...]] = ()
-    """Columns that later rows with the key leave, which saves updating indexes."""
+    """Columns that later rows with the key do not write, which saves updating indexes."""
 
     PACKED: ClassVar[str] = ""
     CONSTRAINTS: ClassVar[tuple[str, ...]] = ()

@@ -47,7 +47,7 @@ class ClientRecord:
     ended: int = 0
     failed: int = 0
     failures: int = 0
-    """Its latest failures in a row, like the next three fields."""
+    """Its latest failures in a row, which the next three fields concern."""
 
     succeeded_before: int = 0
     failed_before: int = 0

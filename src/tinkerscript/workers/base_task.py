@@ -123,7 +123,7 @@ class Task(ABC):
         """
 
     def own_sample(self, sample_id: str, *, held_out: bool) -> TaskSample | None:
-        # The payload comes from whoever runs the server.
+        # Never the payload's, which comes from whoever runs the server.
         if self._own is None:
             self._own = {}
         if held_out not in self._own:

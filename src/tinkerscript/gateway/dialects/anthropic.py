@@ -1,7 +1,7 @@
 """Anthropic Messages: the route, its replies, events and errors (docs/protocol.md).
 
-A thinking block's signature is its message's id, by which the session finds the reply again. Tool calls come
-last, each in one delta.
+A thinking block's signature is its message's id, by which the session finds the reply. Tool calls come last,
+each in one delta.
 
 Source: https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/api/messages-streaming,
 https://docs.anthropic.com/en/api/errors

@@ -1,10 +1,10 @@
 """OpenAI Responses: requests for a response and for the token count of its prompt.
 
 `previous_response_id` continues a response of the same claim. Outside episodes, a model keeps the latest
-responses in memory unless `store` is false.
+responses unless `store` is false.
 
 A response's items, sent back, become the one sampled message. Consecutive items belong to one message while
-they keep a reply's order (reasoning, text, calls) and no id contradicts that.
+they keep a reply's order (reasoning, text, calls) and no id contradicts it.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """

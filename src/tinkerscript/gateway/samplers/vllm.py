@@ -223,7 +223,7 @@ class VllmServer:
     async def load_weights(self, name: str, version: str) -> None:
         """Load the weights of `name` and call them `version`, aborting running samples.
 
-        A failure may leave the server paused until `resume`. Needs our plugin and a server in development
+        A failure may leave the server paused until `resume`. It needs our plugin and a server in development
         mode.
         """
         await self._control("/init_weight_transfer_engine", init_info={"name": name})
@@ -239,7 +239,7 @@ class VllmServer:
     async def sleep(self) -> None:
         """Free device memory, aborting running samples.
 
-        Needs a server in development mode with --enable-sleep-mode.
+        It needs a server in development mode with --enable-sleep-mode.
         """
         await self._control("/sleep?level=1&mode=abort")
 

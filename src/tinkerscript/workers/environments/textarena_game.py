@@ -34,7 +34,7 @@ class TextArenaGame(Task):
     ) -> None:
         """`opponent` is the role of the other seats; then `players` defaults to 2 instead of 1.
 
-        Raises ConfigError for a game that is unknown, cannot start so, or needs a download.
+        Raises ConfigError for a game that is unknown, cannot start with so many players, or needs a download.
         """
         self._game = game
         self._opponent = opponent
