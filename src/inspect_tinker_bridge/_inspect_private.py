@@ -199,7 +199,7 @@ def task_folder(task: Task) -> str:
 
 
 def overridden_sandbox(task: Task, sandbox: SandboxEnvironmentType) -> SandboxEnvironmentSpec | None:
-    """Replace one task's sandbox, not all tasks'."""
+    """Replace one task's sandbox; `inspect eval --sandbox` replaces all tasks'."""
     return resolve_task_sandbox(task, sandbox)
 
 

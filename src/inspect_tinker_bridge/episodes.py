@@ -386,7 +386,7 @@ class _PolicyAPI(ModelAPI):
         return UNLIMITED
 
     def canonical_name(self) -> str:
-        # For prices and context lengths.
+        # Inspect looks up prices and context lengths by it.
         return MODEL_NAME
 
     def should_retry(self, ex: BaseException) -> bool:

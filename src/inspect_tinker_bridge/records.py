@@ -30,7 +30,7 @@ from pydantic_core import from_json, to_json
 
 from inspect_tinker_bridge.episodes import MODEL_NAME
 
-MAX_JSON_BYTES = 16 * 2**20  # Before compression; bounds readers' memory.
+MAX_JSON_BYTES = 16 * 2**20  # Before compression, which bounds readers' memory.
 TEXT_CHARS = (20_000, 2_000, 200)  # Texts are cut to these lengths in turn.
 EVENTS_AT_ENDS = 100  # At each end of a transcript still too long.
 LEVEL = 3

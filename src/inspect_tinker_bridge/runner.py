@@ -1,7 +1,7 @@
 """`TaskRunner` is a persistent Inspect eval that runs every episode of one or more tasks.
 
 Every `run` ends with an outcome or an error. The end of a task leaves other tasks' episodes running. Closing
-restores the process state. One runner is open at a time: Inspect allows one eval per process.
+restores the process state. One runner is open at a time, because Inspect allows one eval per process.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def bind_link(
 
 
 def needs_link_keys(config: InterchangeConfig) -> bool:
-    """TCP always needs keys: any user may connect to a loopback address."""
+    """TCP always needs keys, because any user may connect to a loopback address."""
     return config.interchange_method == "tcp"
 
 

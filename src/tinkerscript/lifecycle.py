@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 INTERRUPTED = 130  # Exit code after SIGINT or SIGTERM.
-DISK_FULL = errno.ENOSPC  # Exit code: do not restart.
+DISK_FULL = errno.ENOSPC  # Exit code that tells our parent not to restart us.
 STOP_WITHIN_S = 5.0  # After SIGINT or SIGTERM.
 GRACE_S = 5  # For open requests at shutdown; a hard exit follows after twice that.
 ORPHAN_GRACE_S = 3.0

@@ -59,7 +59,7 @@ def _setting(name: str, unit: str, status: Status, scope: str) -> Bound:
     return _bound(name, 0, unit, status, scope)
 
 
-# Long heads take quadratic time: the parser copies the head with each piece.
+# Long heads take quadratic time, because the parser copies the head with each piece.
 HEAD = _bound("request head", 2**16, "bytes of path and headers", 431, "request", "send shorter headers")
 
 BODY = _bound("request body", 2**24, "bytes", 413, "request")
@@ -109,7 +109,7 @@ _OVER = "end or abort the episode"
 
 CALLS = _bound("calls of a claim", 10_000, "recorded choices", 403, _CLAIM, _OVER, "claim_limit_exceeded")
 _setting(f"{SECTION}.max_tokens_per_claim", "sampled tokens", 403, _CLAIM)
-# Below the link's message limit: a result travels with its claim's calls.
+# Below the link's message limit, because a result travels with its claim's calls.
 RECORDED_BYTES = _bound(
     "recorded bytes", 2**27, "bytes of messages and ids", 403, _CLAIM, _OVER, "claim_limit_exceeded"
 )
@@ -163,7 +163,7 @@ POOL_BYTES = _bound("payloads of the pool", 2**28, "bytes as JSON", 429, "client
 POOL_EPISODES = _bound("episodes of the pool", 20_000, "unfinished episodes", 429, "client's own pool")
 ALL_POOLS_BYTES = _bound("memory of all pools", 2**30, "bytes", 429, "server")
 
-# Tiny episodes could fill the server.
+# Otherwise tiny episodes could fill the server.
 EPISODE_BYTES = 2**12
 
 

@@ -265,7 +265,8 @@ class Uploads:
         self._ended.set_result(None)
 
     def _copy_all(self, *, is_last: bool) -> None:
-        # The ledger, copied next, covers them. Roles come first: the policy's checkpoint completes a step.
+        # The ledger, copied next, covers them. Roles come first, because the policy's checkpoint completes a
+        # step.
         local = [path.parent for path in (self._folder / CHECKPOINTS).rglob(MANIFEST)]
         checkpoints = sorted(local, key=lambda path: (-len(path.parts), path.name))
         self._copy_ledger()
@@ -343,7 +344,7 @@ def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: N
             remote.get_checkpoint("", folder)
     except ConfigError:
         raise
-    except Exception as error:  # fsspec's file systems raise many kinds.
+    except Exception as error:
         raise ConfigError(f"{url} cannot be read: {_error_text(error)}") from error
     return folder
 
@@ -375,13 +376,13 @@ def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lamb
             _fetch_run(remote, folder)
     except ConfigError:
         raise
-    except Exception as error:  # fsspec's file systems raise many kinds.
+    except Exception as error:
         raise ConfigError(f"--resume: {url} cannot be read: {_error_text(error)}") from error
     return folder
 
 
 def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
-    # The run id comes last: it marks a complete download.
+    # The run id comes last, because it marks a complete download.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in (*BEGUN[1:], METRICS_FILE):
         with suppress(FileNotFoundError):

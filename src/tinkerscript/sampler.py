@@ -34,7 +34,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str
     """In llguidance's Lark dialect, up to an id that ends a turn."""
 
-    asked_by: str  # The request's field.
+    asked_by: str  # Names the request's field in errors.
 
 
 class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +109,7 @@ class SampledSequence(SampledTokens, frozen=True, kw_only=True):
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[SampledSequence]
-    policy_version: int  # Of the first token's weights.
+    policy_version: int  # Version of the first token's weights.
     policy_version_end: int | None = None
     """The last token's version if weights changed at an unknown token."""
 

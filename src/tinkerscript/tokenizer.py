@@ -24,7 +24,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import eos_token_of
 from tinkerscript.rollouts.call import vocabulary_fingerprint
 
-THINK_START, THINK_END = "<think>", "</think>"  # In most models.
+THINK_START, THINK_END = "<think>", "</think>"  # Qwen and most other models use these.
 
 MARK = "\ufdd0"  # A Unicode noncharacter.
 ESCAPED_MARK = "\\ufdd0"  # Some renderers write it; `encode` cannot undo it.

@@ -143,7 +143,7 @@ class AsyncTinkerScriptClient:
     ) -> list[AsyncClaimedEpisode]:
         """Claim up to `max_episodes` (at most 256) with one request.
 
-        Raises like `begin_episode`.
+        Waits and raises like `begin_episode`.
         """
         claims = await self.claim(max_episodes, episode_type, wait_s, pool=pool)
         return [AsyncClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]

@@ -113,7 +113,7 @@ class TinkerScriptClient:
     ) -> list[ClaimedEpisode]:
         """Claim up to `max_episodes` (at most 256) with one request.
 
-        Raises like `begin_episode`.
+        Waits and raises like `begin_episode`.
         """
         claims = self.run(self.asynchronous.claim(max_episodes, episode_type, wait_s, pool=pool))
         return [ClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]

@@ -225,7 +225,7 @@ _REFUSALS = (
 
 
 def with_image_places(message: ChatMessage) -> ChatMessage:
-    """Write a character for each image into the content: marks move what follows.
+    """Write a character for each image into the content, because marks in the text move what follows.
 
     Raises GatewayError 400 if the content has the character.
     """

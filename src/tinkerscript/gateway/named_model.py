@@ -45,7 +45,7 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 # `uuid4` would cost a system call per id.
 _IDS = random.Random()
 
-UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # Not the call's fault.
+UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # These are not the call's fault.
 LONG_BODY = 2**18  # Parsing takes 0.5 ms or more, so a thread does it.
 
 # Decoding must not delay other requests.

@@ -77,7 +77,7 @@ class _Unencoded(int):
 
 
 class _DeferringTokenizer:
-    """Leaves long texts to `encoded`: renderers slowly attribute every id to a message."""
+    """Leaves long texts to `encoded`, because renderers slowly attribute every id to a message."""
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self.tokenizer = tokenizer

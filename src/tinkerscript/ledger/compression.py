@@ -99,7 +99,7 @@ def opened(data: bytes) -> bytes:
     """Unpack a client's small frame, so that the ledger can use a dictionary; leave other bytes."""
     try:
         content = unpacked(data, limit=SMALL_BLOB)
-    except ValueError:  # Large or broken.
+    except ValueError:  # A large or broken frame stays for people to see.
         return data
     return data if not content or content.startswith(zstandard.FRAME_HEADER) else content
 

@@ -1,7 +1,7 @@
 """`LedgerReader` reads a run's ledger for people, from any thread, while the run writes.
 
-It opens only a ledger in the run's folder or one that the user names: a stranger's run folder could name any
-database.
+It opens only a ledger in the run's folder or one that the user names, because a stranger's run folder could
+name any database.
 """
 
 from __future__ import annotations

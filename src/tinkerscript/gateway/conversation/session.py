@@ -46,7 +46,7 @@ _encode = msgspec.json.Encoder().encode
 P = ParamSpec("P")
 T = TypeVar("T")
 
-LONG_PROMPT = 8_192  # Bytes; a thread does a millisecond's work.
+LONG_PROMPT = 8_192  # Bytes; the work takes a millisecond, so a thread does it.
 LONG_HISTORY = 2**18
 
 # Encoding releases the GIL; more threads would delay the event loop.

@@ -73,7 +73,6 @@ class _Message(Struct, forbid_unknown_fields=True):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    # The `openai` client adds this too.
     parsed: Any = None
 
 

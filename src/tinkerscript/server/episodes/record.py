@@ -40,7 +40,7 @@ CLIENT_GONE = "client_gone"
 WORKER_DIED = "worker_died"
 CLIENT_STOPPED = "client_stopped"
 
-# Only the server records these kinds: clients could blame others.
+# Only the server records these kinds, because clients could blame others with them.
 SERVER_KINDS = {
     *(CANCELLED, UNDELIVERABLE, BAD_PAYLOAD, WORKER_DIED, LEASE_EXPIRED, CLAIM_EXPIRED),
     *(CLIENT_GONE, CLIENT_STOPPED),
@@ -80,7 +80,7 @@ class EpisodeRecord:
     """`claim_request_id` of each claim, or empty."""
 
     forgiven: int = 0
-    """Claims outside `max_attempts`."""
+    """Claims that do not count against `max_attempts`."""
 
     lease_s: float = 0.0
     claimed_at: float = 0.0

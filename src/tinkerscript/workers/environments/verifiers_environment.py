@@ -62,8 +62,8 @@ class VerifiersEnvironment(Task):
     """Its arguments are the environment's config (`taskset`, `agent` and other roles, `timeout`, ...), and
     `select`, as in `vf-eval --select`.
 
-    A role gets the harness `null` in this process and the runtime `subprocess`: verifiers' defaults, `bash`
-    and `prime`, run the model's commands on this machine or need an account.
+    A role gets the harness `null` in this process and the runtime `subprocess`, because verifiers' defaults,
+    `bash` and `prime`, run the model's commands on this machine or need an account.
     """
 
     def __init__(
