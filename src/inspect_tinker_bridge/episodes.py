@@ -67,7 +67,13 @@ class ChatPolicy(Protocol):
     It may have a method `count_text_tokens(text) -> int`; by default, three bytes of UTF-8 are a token.
     """
 
-    async def generate(self, request: GenerateRequest) -> ModelOutput: ...
+    async def generate(self, request: GenerateRequest) -> ModelOutput:
+        """Answer one call.
+
+        `TaskRunner.run` raises an exception that ends the episode. `inspect_ai.util.LimitExceededError` ends
+        the solver and lets the scorers run.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -389,8 +389,8 @@ class Prompt:
 @dataclass(frozen=True)
 class _Turn:
     messages: list[Message]
-    rendered: list[Piece]
-    ids: list[Piece]
+    rendered: list[Piece]  # For generation, independent of sampled ids.
+    ids: list[Piece]  # The sampled prompt and the action.
     prompt_length: int
 
     reply: Message

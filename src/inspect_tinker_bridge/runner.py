@@ -95,6 +95,7 @@ class TaskRunner:
         return self._eval is not None and self._stopped is None and not self._closing
 
     async def __aenter__(self) -> TaskRunner:
+        """Raises RunnerError from the cause."""
         if self._eval is not None:
             raise RunnerError("a TaskRunner can be entered only once; create another one")
         self._eval = asyncio.create_task(self._run_eval(), name=f"inspect-eval-{self.task.name}")

@@ -67,7 +67,7 @@ class EpisodeReward:
 
 
 def check_weights(weights: Mapping[str, float], scorers: Collection[str]) -> None:
-    """Raise EnvironmentConfigError unless the scorers have weights: finite, at least 0, not all 0."""
+    """Raise EnvironmentConfigError unless exactly the scorers have weights: finite, at least 0, not all 0."""
     if set(weights) != set(scorers):
         raise EnvironmentConfigError(
             f"scorer_weights names {sorted(weights)}, but the scorers are {sorted(scorers)}"
@@ -151,7 +151,7 @@ def report_of(
 
 
 def _writable(text: str) -> str:
-    # UTF-8 cannot encode a `"\ud800"` in JSON.
+    # A model may write `"\ud800"` in JSON, which UTF-8 cannot encode.
     return text.encode(errors="replace").decode()
 
 

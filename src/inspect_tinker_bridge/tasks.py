@@ -204,7 +204,7 @@ def _check_args(function: object, args: dict[str, Any], what: str) -> None:
         raise InvalidTaskError(f"{what} is a {type(function).__name__}, not a task function")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # Builtins may have none; then the call raises.
+    except ValueError:  # Builtins may have no signature; then the call raises.
         return
     try:
         signature.bind(**args)

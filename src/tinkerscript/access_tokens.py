@@ -1,6 +1,7 @@
 """The server's secret, claim keys, and tokens of the two roles.
 
-A claim's key is an HMAC of (episode, attempt) under the server's secret, so it survives a restart unstored.
+A claim's key is an HMAC of (episode, attempt) under the server's secret, so it survives a restart without
+being stored.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def load_secret(path: Path) -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    # Never half written; the first of two servers wins.
+    # The file is never half written, and the first of two servers wins.
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

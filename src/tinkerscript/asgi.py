@@ -470,7 +470,7 @@ def problem_with_site(scope: Scope, *, any_host: bool) -> str:
     """Return why another site's page may have caused the request, or "".
 
     Browsers send the origin, and as Host the page's name for this server. Only that name reveals DNS
-    rebinding, so `any_host` requires secrets.
+    rebinding, so `any_host` requires a secret for every request.
     """
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"")

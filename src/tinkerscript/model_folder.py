@@ -103,7 +103,7 @@ def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
 
 
 def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> str:
-    """Pin a hub id to its commit, and a file to its folder, for all processes.
+    """Pin a hub id to its commit, and a file to its folder, so that all processes use the same files.
 
     Raises ConfigError.
     """

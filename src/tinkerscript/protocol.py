@@ -231,7 +231,7 @@ class RegisterEpisodeRequest(Message):
     """Unique across all pools."""
 
     client_uuid: str = Field(default="", max_length=limits.ID_CHARS)
-    """Who registers, and the pool's name; empty, for the admin only: the trainer's pool."""
+    """Who registers, and the pool's name. Only the admin may leave it empty (the trainer's pool)."""
 
     episode_type: EpisodeType = "train"
     """Whether the result may train."""
@@ -323,7 +323,7 @@ class IsEpisodeClaimedResponse(Message):
     """Reply to `/is_episode_claimed`."""
 
     success: bool
-    """Whether a client, or for an alias that claim, holds the episode now."""
+    """Whether a client holds the episode now; for an alias, whether that claim does."""
 
     episode_status: str = ""
     """The episode's state; empty if unknown."""
@@ -374,13 +374,13 @@ class BatchProgressResponse(Message):
     """Groups that the batch needs."""
 
     have: int = 0
-    """Groups that it has."""
+    """Groups that the batch has."""
 
     episodes_ended: int = 0
-    """Its episodes with a result or failure."""
+    """The batch's episodes with a result or failure."""
 
     episodes_expected: int = 0
-    """Its episodes so far, including running ones except for clients' own samples."""
+    """The batch's episodes so far, including running ones except for clients' own samples."""
 
     groups_ahead: dict[str, int] = Field(default_factory=dict[str, int])
     """Pool -> complete groups waiting for a later batch."""

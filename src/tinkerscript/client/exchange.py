@@ -1,7 +1,7 @@
 """Requests to the interchange server without the I/O: retries, refusals, lost claims.
 
 An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, receives the `Reply`,
-and returns the operation's result, or raises.
+and returns the result.
 """
 
 from __future__ import annotations

@@ -282,7 +282,7 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the template files by name, with `kwargs` as defaults; empty without `kwargs`.
+    """Return the template files by name, with `kwargs` as defaults; empty without any.
 
     A checkpoint with them prompts as in training wherever it is served.
     """

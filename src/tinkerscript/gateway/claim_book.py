@@ -18,7 +18,7 @@ __all__ = ["ClaimBook", "OpenClaim"]
 class OpenClaim:
     episode_uuid: str
     attempt: int
-    policy_version: int
+    policy_version: int  # At the time of the claim.
     # If false, calls extend only calls given to `keep`.
     continues: bool = True
 
@@ -43,7 +43,7 @@ class ClaimBook(ABC):
 
     @abstractmethod
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
-        """Store one request's calls durably, all or none, and renew the lease."""
+        """Store one request's calls, all or none, and renew the lease."""
 
     def keep(self, claim: OpenClaim, calls: Sequence[Call]) -> None:  # noqa: B027
         """Let later requests name these recorded calls."""

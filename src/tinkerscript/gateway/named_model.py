@@ -116,10 +116,10 @@ class NamedModel(ABC):
         role: str = "",
         no_images: str | None = None,
     ) -> None:
-        """`role` is empty for the policy. `no_images`: why calls may have none."""
+        """`role` is empty for the policy."""
         self.name = name
         self.role = role
-        self.max_context: int | None = None  # Tokens of prompt and reply together.
+        self.max_context: int | None = None
         self._claims = claims
         self._prompts = renderer
         self._states: dict[tuple[str, int], ClaimState] = {}

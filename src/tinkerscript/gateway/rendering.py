@@ -276,6 +276,7 @@ class ChatRenderer:
         return sampled[:end]
 
     def _content(self, ids: list[int], parsed: ParsedResponse, calls: list[ParsedToolCall]) -> str:
+        # Renderers return only the text before the first attempted call.
         spans = [attempt.token_span for attempt in parsed.tool_calls if attempt.token_span is not None]
         position = spans[0][0] if spans else len(ids)
         parts = [parsed.content]

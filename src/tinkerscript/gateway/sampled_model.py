@@ -119,6 +119,7 @@ class SampledModel(NamedModel):
         requests: list[SampleRequest],
         progress: ProgressCallback | None = None,
     ) -> list[SampleResult]:
+        # A complete sample is recorded even if its caller disconnects.
         results = await sample_all(self._sampler, requests, progress)
         prepared.attempt.is_recording = True
         return results

@@ -39,6 +39,7 @@ class _StreamedChoice:
         return (len(self._ids) - len(self._pending["sampled"])) // 4
 
     def take(self, report: Progress) -> bool:
+        """Return False if the report contradicts an earlier one."""
         known = len(self._ids) // 4 - report.offset
         if known < 0:
             return True

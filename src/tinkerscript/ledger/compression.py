@@ -118,6 +118,7 @@ def unpacked(data: bytes, dictionaries: Dictionaries = NO_DICTIONARIES, *, limit
         if size > limit:
             raise ValueError(f"{size} bytes are packed, more than the limit of {limit}")
         dictionary = dictionaries[number] if number else None
+        # Bounds frames that do not name their size.
         return zstandard.ZstdDecompressor(dict_data=dictionary).decompress(data, max_output_size=limit)
     except zstandard.ZstdError as error:
         raise ValueError(f"not packed bytes: {error}") from error

@@ -36,6 +36,8 @@ Kind = Literal["good", "warn", "bad"]
 
 
 class Gain(BaseModel):
+    """Change of the mean reward between two evaluations, over the samples in both."""
+
     mean: float
     margin: float = Field(description="Half the width of a 95% interval, from the samples' spread.")
     samples: int
@@ -467,7 +469,7 @@ def _rate(steps: _Steps) -> HealthRow | None:
     )
 
 
-SampleScores = dict[str, tuple[float | None, str]]
+SampleScores = dict[str, tuple[float | None, str]]  # Sample -> mean reward, and one episode's uuid.
 
 
 def sample_scores(ledger: LedgerReader, *, step: int, label: str) -> SampleScores:

@@ -34,7 +34,9 @@ class RowWriter(Protocol):
         """Write rows in one transaction, without waiting for it."""
         ...
 
-    async def commit(self, rows: Collection[TrainerRow] = ()) -> None: ...
+    async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
+        """Return once these and earlier rows are committed."""
+        ...
 
 
 class PlannedRow(msgspec.Struct, frozen=True, kw_only=True):

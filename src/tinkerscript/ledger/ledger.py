@@ -98,7 +98,7 @@ class Ledger(ABC):
         pass
 
     async def lead(self) -> int:
-        """Wait until only this server may write. Returns a new highest epoch; 0 if not shared.
+        """Wait until only this server may write. Returns an epoch higher than any before; 0 if not shared.
 
         Raises StoreError.
         """

@@ -52,6 +52,7 @@ MAX_NAME_BYTES = 63
 
 VERSION = str(LEDGER_VERSION).encode()
 
+# A retry would not cure these.
 _FOR_GOOD = re.compile("authentication failed|no password supplied|does not exist|no pg_hba.conf entry")
 
 

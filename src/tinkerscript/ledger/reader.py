@@ -35,8 +35,8 @@ MAX_CONFIG_BYTES = 2**20
 
 class LedgerReader:
     def __init__(self, folder: Path, *, store: str = "") -> None:
-        """`store` is the config's `interchange_server.store`; empty: the folder's, if it is a file there or
-        equals the user's environment variable.
+        """`store` is the config's `interchange_server.store`. Empty: the one in the folder's config, if it is
+        a file in the folder or equals the user's environment variable.
 
         Raises ConfigError without a run, or for a ledger of another version or an unreadable one. Until the
         ledger exists, queries return nothing.

@@ -38,6 +38,7 @@ SHUTDOWN_S = 2.5
 class Pause(NamedTuple):
     reason: str
     is_refusal: bool
+    """Whether the client should give up (403)."""
 
 
 @dataclass(slots=True)
@@ -67,7 +68,6 @@ class Clients:
     def __init__(
         self, clock: Callable[[], float], max_claims: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """`max_claims`: limits by token name."""
         self._clock = clock
         self._max_claims = max_claims
         self._held: Counter[str] = Counter()
@@ -195,7 +195,7 @@ class Clients:
         return record.failures >= MIN_FAILURES and (1 - rate) ** record.failures < CHANCE
 
     def stop(self, name: str) -> None:
-        """`NAME/` stops an account. A restart ends it."""
+        """A restart ends it."""
         record = self._quarantined[name] = self.seen(name)
         record.quarantined_until = math.inf
 

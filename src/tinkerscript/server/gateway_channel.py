@@ -164,6 +164,7 @@ class RemoteClaims(ClaimBook):
         self._ids = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Answer]] = {}
         self._begun: dict[tuple[OpenClaim, int, int, int], list[int]] = {}
+        """(claim, samples, tokens per sample, bytes) -> ids of running `AskBegin`s."""
 
     async def open(self, key: str) -> OpenClaim:
         answer = await self._ask(AskOpen(ask_id=next(self._ids), key=key))

@@ -168,6 +168,7 @@ class Interchange:
 
     @property
     def idle_clients(self) -> int:
+        """Clients that hold no claim. Busy workers also wait, for more."""
         return sum(not self.book.claims_held(name) for name in self._polling)
 
     @contextmanager
@@ -292,7 +293,7 @@ class Interchange:
         self.settle()
 
     def stop_client(self, client: str) -> None:
-        """Also requeues its episodes. `NAME/` stops an account."""
+        """Also requeues its episodes."""
         self.clients.stop(client)
         for name in self.book.clients_named(client) if client.endswith("/") else (client,):
             self.book.release_client(name, "an operator has stopped the client", kind=CLIENT_STOPPED)

@@ -1,8 +1,8 @@
 """The server as a process: one run folder, one HTTP socket, one link, graceful shutdown.
 
-Errors that a user can fix are found before the app is imported, which takes seconds. One server at a time
-serves a run folder, and writes `server.json` once its addresses accept connections. With a shared ledger,
-servers of several folders take turns, and answer 503 meanwhile.
+A user's errors are found before the app is imported, which takes seconds. One server at a time serves a run
+folder, and writes `server.json` once its addresses accept connections. With a shared ledger, servers of
+several folders take turns, and answer 503 meanwhile.
 """
 
 from __future__ import annotations
@@ -315,6 +315,7 @@ def _certificate(section: InterchangeConfig) -> str:
 
 
 def _lost_ledger(error: BaseException) -> StoreError | None:
+    """The StoreError in a term's error, if it contains no other."""
     if isinstance(error, BaseExceptionGroup):
         found = [_lost_ledger(each) for each in error.exceptions]
         return found[0] if None not in found else None

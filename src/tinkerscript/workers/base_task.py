@@ -108,7 +108,7 @@ class EpisodeModel:
 
 
 class Task(ABC):
-    """Gives and runs samples. The arguments are `task.train_args`."""
+    """A source of samples that can run them. A subclass takes `task.train_args`."""
 
     task_id: str = ""  # The same on every machine; set by `load_task`.
     temperature: float | None = None  # If calls set none; 0 does not train.

@@ -146,7 +146,7 @@ class GatewayPolicy:
         self._converter = ChatConverter()
         self.unapplied: set[str] = set()  # Settings that requests do not carry, as `name=value`.
         self.reply_ids = list[str]()
-        self.calls = 0
+        self.calls = 0  # Includes an agent's calls.
         self.lost: ClaimLostError | None = None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
@@ -179,6 +179,11 @@ IN_METADATA = "call_rewards"
 
 
 def call_rewards(scores: Mapping[str, Score], reply_ids: Sequence[str]) -> dict[str, float]:
+    """Sum the rewards that scorers gave single calls, in `Score.metadata["call_rewards"]`.
+
+    They are a list with a number for each model call, or a dict by the ids of assistant messages. Raises
+    WorkerError for anything else.
+    """
     total = dict[str, float]()
     for name, score in scores.items():
         given: Any = (score.metadata or {}).get(IN_METADATA)

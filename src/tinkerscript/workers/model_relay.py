@@ -1,7 +1,7 @@
 """Relays for model calls of programs that must not, or cannot, hold a claim's key.
 
-`ModelRelay` is for a library that would keep a model client for every key; a request header names the
-conversation. `AgentRelay` is the only way out of an agent's sandbox, and passes only routes of the model.
+`ModelRelay` is for a library that would keep a model client per key; a header names the conversation.
+`AgentRelay` is the only way out of an agent's sandbox, and passes only routes of the model.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ModelRelay:
     """Listens only on this machine."""
 
     def __init__(self) -> None:
-        self.url = ""  # For OpenAI's clients; ends in `/v1`.
+        self.url = ""
         self._routes: dict[str, RelayedEpisode] = {}
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/{path:.+}", self._relay)

@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """Give either `script` or `tasks`."""
+    """Give either `script` or `tasks`. `Runner` and its client explain fields without comments."""
 
     server_url: str = DEFAULT_SERVER_URL
     script: str = ""  # A file with a `rollout(episode)` function.

@@ -121,6 +121,7 @@ class Session:
             return self._started(turn, "messages") if starts else turn
 
     async def plan_ids(self, prompt: bytes) -> Turn:
+        """Like `plan`, for a prompt of int32 ids."""
         messages, texts = await in_thread_if(len(prompt) >= LONG_PROMPT, self._message_of, prompt)
         node = self._prompts.find(prompt)
         turn = Turn(
@@ -222,6 +223,7 @@ class Session:
         keys: _Keys,
         files: Mapping[str, bytes] | None,
     ) -> Generator[_Place]:
+        # In this context, no equal request takes the same place.
         path = self._messages.walk(messages, keys.tools, keys.messages)
         node = self._messages.find(path) if 0 < path.history_length < len(messages) else None
         place = _Place(path, tools, node, {**self._files, **(files or {})})

@@ -87,7 +87,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     new_prompt: bytes  # int32, after the parent's prompt and sampled ids.
     images: list[PlacedImage] = []  # Of `new_prompt`.
     matched_by: MatchedBy | None = None
-    fork_reason: str | None
+    fork_reason: str | None  # None if the prompt extends a call or is the claim's first.
     new_messages: list[ChatMessage]
     tools: list[Tool]
     reply_index: int
@@ -183,6 +183,7 @@ class MessageIndex:
         self._prompted: dict[int, set[bytes]] = {}
         self._through: dict[int, Node] = {}
         self._named: dict[str, Node] = {}
+        # By the keys of the message before (None: any) and the reply.
         self._by_reply: dict[tuple[Hashable, Hashable], Node] = {}
 
     def add(self, node: Node) -> None:

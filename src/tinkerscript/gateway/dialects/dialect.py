@@ -57,6 +57,8 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 
     template_kwargs: dict[str, Any] = {}
     files: dict[str, bytes] = {}
+    """The images of `messages` by digest."""
+
     prompts: list[bytes] = []
     """Int32 ids instead of messages. Each gets `n` plain-text completions."""
 
@@ -107,7 +109,7 @@ class Choice(SampledTokens, frozen=True, kw_only=True):
 
 class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
     call_id: str
-    created: int
+    created: int  # Unix time in seconds.
     model: str
     prompt: bytes  # Int32 ids of the first prompt.
     reported_prompt_tokens: int = 0  # From a server that returns no ids.
@@ -118,8 +120,8 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(ReplyHeader, frozen=True, kw_only=True):
-    choices: list[Choice]
-    policy_version: int
+    choices: list[Choice]  # In the order of the prompts.
+    policy_version: int  # Negative for unpublished weights.
 
 
 class MessageDelta(SampledTokens, frozen=True, kw_only=True):

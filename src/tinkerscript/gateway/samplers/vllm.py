@@ -217,6 +217,7 @@ class VllmServer:
 
     async def unload_adapter(self, name: str) -> None:
         body = await self._upstream.get("/v1/models")
+        # After a restart the server would refuse.
         if body and name in {model.id for model in decode(body, _Models).data}:
             await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
 

@@ -1,4 +1,4 @@
-"""`EpisodeBook`: every episode of a run, and who may claim, renew, end, abort, cancel, retry or drop which.
+"""`EpisodeBook`: every episode of a run, and who may change it, and how.
 
 An episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result counts only from
 the claim that holds the lease; a failure that a trainer may have used is final. The book holds all episodes
@@ -248,9 +248,8 @@ class EpisodeBook:
     ) -> list[EpisodeRecord]:
         """Resume the run after `step`: keep what its next step can use, and give up the rest.
 
-        `used`: sequence -> outcome, for episodes that only undone steps used. `plan_lag`: see `Resume`.
-        `spoiled`: see `Beginning`. Returns the episodes given up, now consumed. Consumed ones that can train
-        again become open.
+        `used` and `spoiled`: see `Beginning`. `plan_lag`: see `Resume`. Returns the episodes given up, now
+        consumed. Consumed ones that can train again become open.
         """
         first = max(1, step + 1 - plan_lag)
         kept, given_up = list[EpisodeRecord](), list[EpisodeRecord]()

@@ -2,7 +2,7 @@
 
 A claim request gets new claims once; repeated while one of them holds, it gets the same. A claimable episode
 wakes the longest-waiting client that may claim it, and a client that cannot use the wake-up passes it on, so
-no episode stays idle while a client waits for one.
+no episode stays idle while a client waits.
 """
 
 from __future__ import annotations
@@ -314,6 +314,7 @@ class Leases:
         return max(0.0, self._wall() - episode.claimed_at)
 
     def last_activity(self, episode: EpisodeRecord) -> float:
+        """Unix time; 0 before the first claim."""
         if not episode.renewed_at:
             return episode.claimed_at
         idle_s = 0.0 if episode.calls_in_flight else self._clock() - episode.renewed_at
@@ -384,6 +385,7 @@ class StateCounts:
         }
 
     def failures(self) -> dict[EpisodeType, int]:
+        """Never decreases."""
         return dict(self._failures)
 
 
