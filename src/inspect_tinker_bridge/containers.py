@@ -57,7 +57,7 @@ def _sweep(projects: set[str]) -> None:
         for kind, names in found.items():
             if names:
                 _docker(*_KINDS[kind][2], *names)
-        time.sleep(0.5)
+        time.sleep(0.5)  # Earlier requests may be in progress.
 
 
 def _end_commands(projects: set[str]) -> bool:

@@ -193,6 +193,7 @@ def _showable(value: Any) -> Any:
 
 def _settled(value: Any) -> Any:
     # Every process must have the same `repr`.
+    # The `repr` must be the same in every process.
     if value is None or isinstance(value, bool | int | bytes):
         return value
     if isinstance(value, float):

@@ -64,6 +64,7 @@ logger = logging.getLogger(__name__)
 EnvType = Literal["single_turn", "multi_turn", "task"]
 """`single_turn` takes one action, `multi_turn` adds an agent, `task` runs the task's solver."""
 
+# Other limits keep Inspect's names.
 _STOPS = {
     "message": StopReason.MAX_TURNS,
     "turn": StopReason.MAX_TURNS,

@@ -249,7 +249,7 @@ def guarded(own: Solver) -> Solver:
     if isinstance(own, Sequence):
         return chain([guarded(each) for each in cast("Sequence[Solver]", own)])
 
-    @functools.wraps(own)
+    @functools.wraps(own)  # Keeps the attributes that register it.
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         try:
             return await own(state, generate)
@@ -342,6 +342,7 @@ class _UntimedModel(Model):
         return resolved.model_copy(update=dict.fromkeys(_CONNECTION_FIELDS))
 
 
+# A policy has no connection.
 _CONNECTION_FIELDS = (
     "attempt_timeout",
     "stream_idle_timeout",
@@ -377,6 +378,7 @@ def _price_policy() -> None:
 
 
 def estimated_tokens(text: str) -> int:
+    # This estimate is rather too high.
     return max(1, len(text.encode(errors="replace")) // 3)
 
 

@@ -191,6 +191,7 @@ def _check_self_grading(env_type: str, allow_self_grading: bool) -> None:
 
 
 def _check_task(info: InspectTaskInfo, samples: Sequence[Sample], options: EnvOptions) -> None:
+    # These problems would fail every episode.
     if not samples:
         raise InvalidTaskError(f"the task {info.name!r} has no samples")
     if not info.scorers:

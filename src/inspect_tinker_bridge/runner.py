@@ -363,6 +363,7 @@ class _TaskFeed(TaskSource):
         self._on_task_ended(log)
 
     def started(self, context: Context) -> None:
+        # Tasks can be added in this context.
         self._context = context
 
 

@@ -37,7 +37,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     server_id: str
     link_keys: str = ""
     certificate: str = ""
-    gateway_ports: tuple[int, ...] = ()
+    gateway_ports: tuple[int, ...] = ()  # Empty if the server answers model calls itself.
 
 
 def read_server_info(run_dir: Path) -> ServerInfo | None:

@@ -125,7 +125,7 @@ class Caller:
             return None
 
         def cancel(_: asyncio.Future[None]) -> None:
-            if working:
+            if working:  # The work may have ended meanwhile.
                 this.cancel()
 
         disconnected.add_done_callback(cancel)

@@ -47,6 +47,7 @@ LATEST_RUN = "latest"
 CONFIG_FILE = "config.yaml"
 LEDGER_FILE = "ledger.sqlite"
 
+# Of the 4-byte `application_id` in an SQLite file.
 _STAMP_AT = 68
 
 

@@ -160,6 +160,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._advanced, self._arrived = False, 0
         elif self._arrived > HEAD.limit + REQUEST_LINE_BYTES:  # The head, or its trailers, does not end.
             self._end(TOO_LONG)
+        # Most requests arrive whole.
         expected = self._in_body if self._in_head or self._in_body else None
         if expected == self._timed:
             return

@@ -76,7 +76,7 @@ def log_to(stream: IO[str], format: LogFormat, *, environ: Mapping[str, str] = o
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    for library in ("httpx", "httpx2"):
+    for library in ("httpx", "httpx2"):  # They log every request.
         logging.getLogger(library).setLevel(logging.WARNING)
     return handler
 

@@ -44,6 +44,7 @@ _CONFIG_FILES = ("config.json", "generation_config.json")
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
+# Some models lack safetensors.
 _OLD_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 
 # The second is GPT-2's, the third MPT's.
@@ -153,6 +154,7 @@ def model_name(folder: Path) -> str:
     return hub_id_of(folder) or folder.name
 
 
+# Keys: id, revision, and whether with weights.
 _snapshots: dict[tuple[str, str | None, bool], Path] = {}
 
 

@@ -201,12 +201,14 @@ def episode_fields(claim: EpisodeClaim, settings: ClientSettings) -> dict[str, A
 
 
 def heartbeat_interval_s(episode: Episode) -> float:
+    # At most a third of the lease, with jitter.
     return episode.allow_discard_timeout / BEATS_PER_LEASE * random.uniform(0.75, 1.0)
 
 
 class HeldClaim:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
+        # Called on the event loop when a heartbeat learns that the claim is lost.
         self.on_lost: Callable[[], None] | None = None
         self.is_open = True
         self.timer: asyncio.TimerHandle | None = None
@@ -301,6 +303,7 @@ async def renewed_by_task(
         await asyncio.wait([renewing])
 
 
+# A reward, a reward with metadata, or the whole output.
 RolloutResult = float | WorkflowOutput | tuple[float, dict[str, JsonValue]]
 RolloutFunction = Callable[[Episode], RolloutResult] | Callable[[Episode], Awaitable[RolloutResult]]
 """A plain function, which gets its own thread, or an async function."""

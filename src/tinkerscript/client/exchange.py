@@ -28,7 +28,7 @@ CLAIM_PATH = "/claim_episode"  # Logs a warning while the server is away, becaus
 WARN_AFTER_S = 2.0
 WARN_AGAIN_AFTER_S = 60.0
 
-LOST_CLAIM = frozenset({401, 403, 404, 409, 410})
+LOST_CLAIM = frozenset({401, 403, 404, 409, 410})  # The claim is unknown or has lost its lease.
 _FIRST_DELAY_S = 0.1
 _MAX_DELAY_S = 5.0
 _RETRIED = frozenset({408, 425, 429})

@@ -43,7 +43,7 @@ class RequestFingerprint(msgspec.Struct, frozen=True):
 class Attempt:
     fingerprint: RequestFingerprint
     call_id: str | None = None
-    is_recording: bool = False
+    is_recording: bool = False  # Recorded even if the client disconnects.
     delivered: bool = False
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -54,6 +54,7 @@ class IdempotencyCache:
         self._in_flight: dict[str, Attempt] = {}
         self._keyless: list[Attempt] = []
 
+        # By key, with the request's digest.
         self._recorded: OrderedDict[str, tuple[str, str]] = OrderedDict()
         self._undelivered: OrderedDict[str, str] = OrderedDict()
 

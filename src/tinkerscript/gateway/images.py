@@ -68,7 +68,7 @@ def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
         raise _refused(f"it is not one of {', '.join(FORMATS)}", where) from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise _refused(f"{error}; {IMAGE_PIXELS.name} allows {IMAGE_PIXELS.limit}", where) from error
-    except Exception as error:
+    except Exception as error:  # Pillow's decoders raise errors of all kinds.
         raise _refused(f"it cannot be decoded: {error}", where) from error
     digest = hashlib.sha256(data).hexdigest()
     return {"at": at, "sha256": digest, "width": width, "height": height}, data

@@ -58,7 +58,7 @@ class ClaimState:
     session: Session
     cache: IdempotencyCache
     in_flight: int = 0
-    failed: int = 0
+    failed: int = 0  # Refused, or failed in the engine.
 
     @contextmanager
     def answering(self) -> Generator[None]:
@@ -119,7 +119,7 @@ class NamedModel(ABC):
         """`role` is empty for the policy."""
         self.name = name
         self.role = role
-        self.max_context: int | None = None
+        self.max_context: int | None = None  # Tokens of prompt and reply together.
         self._claims = claims
         self._prompts = renderer
         self._states: dict[tuple[str, int], ClaimState] = {}

@@ -106,7 +106,7 @@ class OutsideModel(NamedModel):
         try:
             await live.follow(asking, caller)
         finally:
-            await asyncio.wait((asking,))
+            await asyncio.wait((asking,))  # Even if the caller disconnects.
         return asking.result()
 
     async def _asked(
@@ -190,7 +190,7 @@ def request_of(call: ModelCall) -> dict[str, Any]:
         request["response_format"] = _response_format(call.json_schema)
     if call.template_kwargs:
         request["chat_template_kwargs"] = call.template_kwargs
-    fields: Mapping[str, tuple[Any, Any]] = {
+    fields: Mapping[str, tuple[Any, Any]] = {  # Servers refuse unknown fields.
         "temperature": (call.temperature, None),
         "top_p": (call.top_p, 1.0),
         "top_k": (call.top_k, -1),

@@ -53,6 +53,7 @@ from tinkerscript.tokenizer import (
 
 QWEN3_TYPES = frozenset({"qwen3", "qwen3_moe"})
 
+# Characters; longer texts are encoded after rendering.
 LONG_TEXT = 100
 # Renderers that agree on these write the same chat format.
 PROBE_CONVERSATIONS: list[tuple[list[ChatMessage], list[Tool]]] = [
@@ -104,7 +105,7 @@ class _DeferringTokenizer:
 
 
 class ParseOptions(msgspec.Struct, frozen=True):
-    tool_calls: bool
+    tool_calls: bool  # If false, their markup stays in the content.
     cut_at: Sequence[str] = ()  # They cut the text, but not the ids.
     tools: Sequence[Tool] = ()  # Some formats need them to tell strings from numbers.
 
@@ -233,6 +234,7 @@ class ChatRenderer:
         return ended and start in sampled and end not in sampled
 
     def _checked(self, ids: list[int], unmarked: bool) -> list[int]:
+        # An escaped mark cannot be restored.
         if not unmarked and ESCAPED_MARK in self.tokenizer.decode(ids):
             raise _invalid(
                 "this model's chat format cannot write special tokens as text; remove them from the messages"

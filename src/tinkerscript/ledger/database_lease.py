@@ -84,7 +84,7 @@ class DatabaseLease:
                     (self._holder, DATABASE_LEASE_S),
                 )
         except psycopg.errors.LockNotAvailable:
-            return False
+            return False  # A slow transaction, or another server taking the lease.
         if epoch is not None:
             self._epoch = epoch
         return epoch is not None

@@ -30,7 +30,7 @@ SELECT sample, avg(reward), min(uuid) FROM episodes
     WHERE step = ? AND label = ? AND episode_type = 'eval' AND undone = 0 GROUP BY sample
 """
 
-NORMAL_95 = 1.96
+NORMAL_95 = 1.96  # Standard errors around the mean that hold 95%.
 
 Kind = Literal["good", "warn", "bad"]
 

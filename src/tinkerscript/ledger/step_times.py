@@ -13,6 +13,7 @@ from tinkerscript.ledger.reader import LedgerReader
 
 NAMES = ("rollout", "train", "publish", "sample", "wait_stale")
 
+# From this share of the time, waiting for old groups is worth a change.
 MUCH = 0.1
 
 # Overlapping pays if sampling and training each take this share.

@@ -291,6 +291,7 @@ class RunEnd:
             return
 
     def _wake(self) -> None:
+        # Later waiters wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -84,7 +84,7 @@ class GatewayChild:
         while not self._closing:
             try:
                 served, how = await self._run_once()
-            except OSError as error:
+            except OSError as error:  # Too many processes or open files.
                 served, how = False, str(error)
             if self._closing:
                 return

@@ -213,7 +213,7 @@ class CodingAgent:
     arguments: Callable[[AgentJob], list[str]]  # After the program's name.
     environment: Callable[[AgentJob], dict[str, str]]
     home_files: Callable[[AgentJob], Mapping[str, str]] = lambda job: {}
-    answer: Callable[[str], str] = lambda output: ""
+    answer: Callable[[str], str] = lambda output: ""  # Finds the final answer in the output.
 
 
 def _claude_environment(job: AgentJob) -> dict[str, str]:
@@ -228,6 +228,7 @@ def _claude_environment(job: AgentJob) -> dict[str, str]:
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(job.context_tokens),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(job.reply_tokens),
         # Only Anthropic's models know the references to tools loaded later.
+        # Tools loaded later come as references, which only Anthropic's models know.
         "ENABLE_TOOL_SEARCH": "false",
         "IS_SANDBOX": "1",
     }

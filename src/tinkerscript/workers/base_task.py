@@ -58,9 +58,10 @@ class EpisodeModel:
 
     api_key: str = field(repr=False)
     name: str = "policy"  # The `model` field of requests.
-    endpoint: ChatEndpoint = field(repr=False)
+    endpoint: ChatEndpoint = field(repr=False)  # Shared by all episodes of a worker.
     # Fields for every call; empty in a run, where the server decides.
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # In order, for `WorkflowOutput.call_rewards`.
     reply_ids: list[str] = field(default_factory=list[str], repr=False, compare=False)
     claim: Episode | None = None  # None in `tinkerscript eval`.
 

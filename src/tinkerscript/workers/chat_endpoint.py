@@ -16,6 +16,7 @@ from tinkerscript.client.settings import CA_FILE, certificates
 from tinkerscript.errors import ClaimLostError, RequestRefusedError, ServerUnreachableError
 
 _BUSY = (429, 503)
+# No connection, or a proxy without a server.
 _AWAY = (0, 502, 503, 504)
 
 _TIMED_OUT = -1

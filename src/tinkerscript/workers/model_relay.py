@@ -44,6 +44,7 @@ class RelayedEpisode:
         self._routes = routes
         self._sessions: set[str] = set()
         self.calls = 0
+        # A lost claim or an unreachable server.
         self.error: ClientError | None = None
 
     def announce(self, session: str) -> None:
@@ -59,7 +60,7 @@ class ModelRelay:
     """Listens only on this machine."""
 
     def __init__(self) -> None:
-        self.url = ""
+        self.url = ""  # For OpenAI's clients; ends in `/v1`.
         self._routes: dict[str, RelayedEpisode] = {}
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/{path:.+}", self._relay)
@@ -109,7 +110,7 @@ class AgentRelay:
         self._model = model
         self._models: dict[str, Any] = {}
         self.answered = 0
-        self.refusals: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()  # By `STATUS METHOD PATH`.
         self.last_refusal = ""
         self.refused = False  # For the last model call.
         self.lost: ClaimLostError | None = None

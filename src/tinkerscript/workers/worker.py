@@ -87,11 +87,12 @@ class WorkerOptions:
     concurrency: int = 1
     client_uuid: str | None = None
     episode_type: ClaimType = "any"
-    pool: str = TRAINER_POOL
+    pool: str = TRAINER_POOL  # The trainer's, or a registering client's `client_uuid`.
+    # Seconds without activity before claims lose their lease.
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     exit_with_parent: bool = False  # When standard input, a pipe from the parent, closes.
-    grace_s: float = DEFAULT_GRACE_S
-    give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S
+    grace_s: float = DEFAULT_GRACE_S  # For running episodes after SIGTERM.
+    give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S  # For an unreachable server. None: no limit.
     token: str | None = field(default=None, repr=False)
 
 
@@ -256,7 +257,7 @@ class TaskRollout:
     ) -> None:
         """`held_out` has different tasks for evaluations."""
         others = held_out or {}
-        self._tasks: dict[str, tuple[Task, Task]] = {}
+        self._tasks: dict[str, tuple[Task, Task]] = {}  # For training and for evaluation.
 
         for name, task in tasks.items():
             self._tasks[name] = self._tasks[task.task_id] = task, others.get(name, task)

@@ -115,6 +115,7 @@ class Node:
         self.tools_key = turn.parent.tools_key if turn.parent else tools_key(turn.tools)
         self.reply_index = turn.reply_index
         before = turn.parent.reply if turn.parent else None
+        # Computing them reads long tool arguments.
         self.keys = [*(turn.keys or message_keys(turn.new_messages, before)), reply_key(reply)]
         self.written = [
             (index, reasoning_of(message))

@@ -78,7 +78,7 @@ class _Message(Struct, forbid_unknown_fields=True):
 
 class _ImageURL(Struct, forbid_unknown_fields=True):
     url: str
-    detail: Literal["auto", "low", "high"] = "auto"
+    detail: Literal["auto", "low", "high"] = "auto"  # The processor decides the size.
 
 
 class _ImagePart(Struct, forbid_unknown_fields=True):

@@ -173,6 +173,7 @@ class ResponseEvents(EventStream):
         # OpenAI's clients raise the `error`; others await the failed response.
         flat = {"code": error.code, "message": error.message, "param": error.param}
         # Only OpenAI's codes are valid.
+        # A response may only have one of OpenAI's codes.
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"code": code, "message": error.message}
         response = self._pending | {"status": "failed", "error": failed}

@@ -155,6 +155,7 @@ def _sequence(sample: ServerSample, top: int) -> SampledSequence:
 
 
 def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, float]]:
+    # A server may add the sampled token.
     return sorted(logprobs.items(), key=lambda pair: -pair[1])[:number]
 
 

@@ -62,6 +62,7 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, slots=True)
 class Cut:
     event: asyncio.Event
+    # Whether a sample is complete for a reason unknown to the server.
     ends: Callable[[Sequence[int]], bool] | None = None
 
 
@@ -298,6 +299,7 @@ class _Streamed:
 def request_body(
     request: SampleRequest, prompt: list[int], model: str, cache_salt: str, score_from: int | None
 ) -> dict[str, Any]:
+    # Send every parameter that may have another default.
     stop_token_ids = [*request.stop_token_ids, *request.extra_stop_ids]
     body: dict[str, Any] = {
         "model": model,

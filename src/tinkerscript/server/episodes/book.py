@@ -262,7 +262,7 @@ class EpisodeBook:
                     kept.append(episode)
             elif is_training and first <= episode.step <= step + 1 and not episode.undone:
                 groups.setdefault(episode.group_id, []).append(episode)
-            elif not is_training or episode.step:
+            elif not is_training or episode.step:  # Not planned by a trainer.
                 is_cut_short = not is_training and not episode.consumed
                 if (episode.step > step or is_cut_short) and not episode.undone:
                     episode.undone = resumption
@@ -272,7 +272,7 @@ class EpisodeBook:
         for group in groups.values():
             is_spoiled = any(episode.sequence in spoiled for episode in group)
             (kept if _can_train(group, used) and not is_spoiled else given_up).extend(group)
-            for episode in group if is_spoiled else ():
+            for episode in group if is_spoiled else ():  # Its sample is asked again.
                 episode.undone = resumption
                 self._touch(episode)
         for episode in kept:
@@ -292,7 +292,7 @@ class EpisodeBook:
             for each in self._unfinished.values()
             if each.pool == TRAINER_POOL and step - plan_lag <= each.step <= step and _is_planned(each)
         )
-        return sorted(found, key=attrgetter("sequence"))
+        return sorted(found, key=attrgetter("sequence"))  # Reopened episodes come last.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
         """Count groups, except those set aside."""

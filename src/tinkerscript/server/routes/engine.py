@@ -172,7 +172,7 @@ class EngineRoutes:
                 logger.warning("trainer.killed pid=%d", trainer.pid)
                 trainer.kill()
                 await self._ended.wait()
-        if self._trainer_is_there:
+        if self._trainer_is_there:  # Started by hand, so there is no process to kill.
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._ending_s):
                     await self._interchange.offline()

@@ -383,7 +383,7 @@ def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collect
             f"{', '.join([POLICY, *trained_roles])}",
         )
     try:
-        for role in trained_roles:
+        for role in trained_roles:  # It marks that role's reward.
             name = f"score/{role}"
             bounded(f"workflow_output.log_metrics.{name}", output.log_metrics.get(name, 0.0), bound)
         return checked_reward(output, bound)

@@ -91,6 +91,7 @@ class OpenEnvEnvironment(Task):
         return named_scores(0.0, scores, metrics=metrics, call_rewards=rewards)
 
     async def _action_schema(self) -> dict[str, Any]:
+        # A server has one kind of action.
         if not self._schema:
             async with httpx.AsyncClient(timeout=SCHEMA_TIMEOUT_S) as http:
                 response = await http.get(f"{self._url}/schema")

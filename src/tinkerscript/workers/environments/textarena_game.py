@@ -48,7 +48,7 @@ class TextArenaGame(Task):
         self._system = system_prompt
         try:
             self._started(seed)
-        except Exception as error:
+        except Exception as error:  # Unknown ids, player counts, missing word lists.
             raise ConfigError(
                 f"textarena:{game} cannot start with {self._players} players: {_first_line(error)}"
             ) from error
