@@ -7,8 +7,7 @@
         group = await do_group_rollout(builder, policy)  # tinker_cookbook
         rewards = group.get_total_rewards()
 
-Without Tinker, `TaskRunner` runs episodes against any `ChatPolicy`. Names that need tinker_cookbook are
-imported on first use.
+Without Tinker, `TaskRunner` runs episodes against any `ChatPolicy`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All uses of Inspect's private modules (inspect_ai 0.3.285), and why the public API is not enough."""
+"""All uses of Inspect's private modules (inspect_ai 0.3.285), and why."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def registered_names() -> list[str]:
 
 
 def active_epoch() -> int | None:
-    """A scorer's model call has no public name for the sample's epoch."""
+    """The epoch in a scorer's model call is not public."""
     active = sample_active()
     return None if active is None else active.epoch
 
@@ -95,12 +95,11 @@ def sandbox_package(name: str) -> str | None:
 
 
 async def sandbox_files(files: dict[str, str]) -> dict[str, bytes]:
-    """Read a sample's files, given as text, paths, folders, data URLs or http URLs."""
     return {path: await read_sandboxenv_file(text) for path, text in resolve_sample_files(files).items()}
 
 
 async def sandbox_script(setup: str) -> bytes:
-    """A sample's setup script (text or a path), with the shebang that Inspect adds."""
+    """A sample's setup script with the shebang that Inspect adds."""
     script = await read_sandboxenv_file(setup)
     return script if script.lstrip().startswith(b"#!") else b"#!/usr/bin/env bash\n\n" + script
 
@@ -141,7 +140,7 @@ def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[
 
 
 def tell_docker_projects(tell: Callable[[str], None]) -> None:
-    """Call `tell` with each Compose project's name, which Inspect invents, before it starts."""
+    """Call `tell` with each Compose project's name, which Inspect invents."""
     own = docker.project_startup  # pyright: ignore[reportPrivateImportUsage]
 
     def startup(project: ComposeProject) -> None:
@@ -154,7 +153,7 @@ def tell_docker_projects(tell: Callable[[str], None]) -> None:
 async def dead_container() -> str:
     """The engine's message if the current sample's container is gone, or "".
 
-    Inspect would return an ordinary failed command, and the public `sandbox()` would add one to the record.
+    Inspect would return a failed command, and the public `sandbox()` would record one.
     """
     environments = sandbox_context.sandbox_environments_context_var.get(None) or {}
     for environment in environments.values():
@@ -170,7 +169,7 @@ def mark_choices(state: TaskState) -> None:
 
 
 def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
-    """Name the scorers as in an Inspect log, where a second `match` is `match1`."""
+    """Names as in Inspect's logs, where a second `match` is `match1`."""
     names: list[str] = []
     for scorer in scorers:
         names.append(unique_scorer_name(scorer, names))
@@ -200,12 +199,12 @@ def task_folder(task: Task) -> str:
 
 
 def overridden_sandbox(task: Task, sandbox: SandboxEnvironmentType) -> SandboxEnvironmentSpec | None:
-    """Replace one task's sandbox; `inspect eval --sandbox` does so for all tasks."""
+    """Replace one task's sandbox; `inspect eval --sandbox` replaces all tasks'."""
     return resolve_task_sandbox(task, sandbox)
 
 
 async def with_inline_images(sample: Sample) -> Sample:
-    """Inline the input's images as data URLs. Evals do this only for their first samples."""
+    """Inline images as data URLs. Evals do this only for their first samples."""
     plan = capture_task_input_media([sample])
     return await materialize_sample_input(sample, plan) if plan else sample
 
@@ -222,7 +221,7 @@ def silent_display() -> Generator[None]:
 
 
 def without_live_sessions() -> None:
-    """Turn off live sessions (ACP), with which editors follow a sample, in this context.
+    """Turn off live sessions (ACP) in this context.
 
     They cost a tenth of a short episode's CPU time, and have no public switch.
     """
@@ -234,7 +233,7 @@ def without_live_sessions() -> None:
 class ProcessState:
     """What Inspect's first eval changes: `sys.excepthook`, log levels, root handlers.
 
-    Inspect's logger stays at ERROR, because otherwise it writes a trace record of every model call to a file.
+    Inspect's logger stays at ERROR, or it writes a trace record of every model call to a file.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Remove containers when the process that started them ends.
 
-Inspect does not if the process is killed or the engine does not answer at that moment. Therefore this file
-runs as a separate process, which receives the name of each Compose project before it starts, and removes the
-rest when its standard input closes.
+Inspect does not if the process is killed or the engine does not answer then. This file runs as a separate
+process, which gets each Compose project's name before it starts, and removes the rest when its standard input
+closes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS = {
     "volume": (["volume", "ls"], "Name", ["volume", "rm", "--force"]),
 }
 
-# An engine may not answer, or be unable to remove something yet.
+# An engine may not answer yet.
 _PATIENCE_S = 60.0
 
 _sweeper: subprocess.Popen[bytes] | None = None
@@ -66,7 +66,7 @@ def _sweep(projects: set[str]) -> None:
 
 
 def _end_commands(projects: set[str]) -> bool:
-    # Commands such as `docker compose up` may outlive their caller.
+    # `docker compose up` may outlive its caller.
     ended = False
     for pid, words in _commands():
         if "--project-name" in words and not projects.isdisjoint(words):

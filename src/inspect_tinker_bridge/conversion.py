@@ -1,8 +1,8 @@
-"""Convert Inspect's samples to JSON, and messages to OpenAI's chat format, in both directions.
+"""Convert Inspect's samples to and from JSON, and messages to and from OpenAI's chat format.
 
 Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, with its id's type, its None values
-and its sandbox, which pydantic's round trip loses. Text, reasoning and tool arguments survive to the
-character; anything else raises UnsupportedError. Conversions take microseconds, Inspect's a millisecond.
+and its sandbox, which pydantic loses. Text, reasoning and tool arguments survive to the character; anything
+else raises UnsupportedError. Conversions take microseconds, Inspect's a millisecond.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MessageDict: TypeAlias = dict[str, Any]
 """A message with `role`, `content` and, where they apply, `tool_calls` (arguments as JSON text),
 `tool_call_id`, `name`, `reasoning_content` and `error`.
 
-With images, `content` is a list of `text` and `image_url` parts, otherwise text.
+`content` is text, or with images, a list of `text` and `image_url` parts.
 """
 
 Json: TypeAlias = dict[str, Any]
@@ -120,13 +120,13 @@ _TUNING = {
     "reasoning_summary",
 }
 
-LEFT_OUT = _TUNING - _SENT.keys()  # They tune other providers' models, and no request carries them.
+LEFT_OUT = _TUNING - _SENT.keys()  # No request carries these.
 _LEFT_OUT = LEFT_OUT | _INSPECTS_OWN_AT_HAND
 
-# pydantic, which writes logs, allows a nesting of about 250.
+# pydantic, which writes logs, allows about 250.
 _MAX_DEPTH = 100
 
-# About 1,000 digits. Python writes at most 4,300.
+# About 1,000 digits; Python writes at most 4,300.
 _MAX_BITS = 3400
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -156,9 +156,10 @@ def sample_from_json(held: Mapping[str, Any]) -> Sample:
 
 
 def sample_digest(sample: Sample) -> str:
-    """A digest of the problem, equal on all machines and independent of its id.
+    """A digest of the problem, equal on all machines.
 
-    Absolute paths count with their last part, and objects of unknown types with their type.
+    Its id does not count; absolute paths count with their last part, objects of unknown types with their
+    type.
     """
     problem = (sample.input, sample.choices, sample.target, sample.metadata)
     return hashlib.sha256(repr(_settled(problem)).encode()).hexdigest()[:32]
@@ -191,6 +192,7 @@ def _showable(value: Any) -> Any:
 
 
 def _settled(value: Any) -> Any:
+    # Every process must have the same `repr`.
     # The `repr` must be the same in every process.
     if value is None or isinstance(value, bool | int | bytes):
         return value
@@ -216,7 +218,7 @@ def _settled(value: Any) -> Any:
 
 
 def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
-    """The sample of an `inspect_dataset_to_hf` row, or of its `info`. Raises UnsupportedError."""
+    """Takes an `inspect_dataset_to_hf` row, or its `info`. Raises UnsupportedError."""
     info: Any = row if isinstance(row, str) else row.get("info", row)
     held = json.loads(info) if isinstance(info, str) else info
     if not isinstance(held, Mapping) or "sample" not in held:
@@ -225,12 +227,12 @@ def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
 
 
 def to_dicts(messages: Sequence[ChatMessage]) -> list[MessageDict]:
-    """Convert messages for storage. Raises UnsupportedError beyond text, reasoning and images."""
+    """Raises UnsupportedError beyond text, reasoning and images."""
     return [_to_dict(message) for message in messages]
 
 
 def from_dicts(conversation: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Convert stored messages. Raises UnsupportedError for an unknown role.
+    """Raises UnsupportedError for an unknown role.
 
     Tool arguments that are not a JSON object become `{"raw_text": ...}` with a `parse_error`.
     """
@@ -338,10 +340,9 @@ def unapplied(config: GenerateConfig) -> list[str]:
 
 
 def check_for_tinker(config: GenerateConfig, *, applied: Collection[str] = ()) -> list[str]:
-    """The fields that the trainer decides, as `name=value`, except `applied` ones.
+    """The fields that the trainer decides, except `applied` ones, as `name=value`.
 
-    Raises UnsupportedError for fields that a Tinker environment cannot apply, such as several choices or
-    logprobs.
+    Raises UnsupportedError for others, such as several choices or logprobs.
     """
     wanted = _wanted(config)
     one = {"num_choices": 1, "best_of": 1, "logprobs": False}
@@ -495,10 +496,10 @@ def _assistant_content(message: Mapping[str, Any]) -> str | list[Content]:
 
 
 def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
-    """Parse a sampled tool call's arguments, and describe any problem. Never raises.
+    """Parse a sampled call's arguments, and describe any problem. Never raises.
 
-    It refuses values that a tool, sandbox or log could not take: lone surrogates, NUL characters, nesting of
-    more than 100, integers of thousands of digits.
+    Tools, sandboxes or logs do not take lone surrogates, NUL characters, nesting above 100, and integers of
+    thousands of digits.
     """
     try:
         arguments = json.loads(raw or "{}")
@@ -513,7 +514,7 @@ def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
 
 
 def tool_call(call_id: str, name: str, arguments: dict[str, Any], problem: str | None) -> ToolCall:
-    """`problem`: of the arguments; the name may be invalid too."""
+    """`problem` is about the arguments; the name may be invalid too."""
     if (unusable := _unusable_text(name)) is not None:
         name = name.encode("ascii", "backslashreplace").decode().replace("\0", "\\0")
         problem = f"the tool's name, {name}, {unusable.replace('have', 'has', 1)}"

@@ -22,10 +22,10 @@ __all__ = ["FEATURES", "DatasetRow", "inspect_dataset_to_hf"]
 
 class DatasetRow(TypedDict):
     prompt: list[MessageDict]
-    """The first model call's messages: `role`, `content` (text), and `message` (all of it, as JSON)."""
+    """The first call's messages: `role`, `content` (text), and `message` (all of it as JSON)."""
 
     answer: str | None
-    """Several targets are on separate lines."""
+    """One line per target."""
 
     info: str
     """JSON with the task's name and the whole sample, for `conversion.sample_of_row`."""
@@ -51,10 +51,10 @@ def inspect_dataset_to_hf(
 ) -> Dataset:
     """Convert a task's samples to a dataset with the columns of `DatasetRow`.
 
-    Every sample's solver runs up to its first model call; no other eval may run in the process meanwhile.
-    `additional_system_content` is appended to the system message, or becomes one. Raises UnsupportedError for
-    content other than text, reasoning and images, TaskFailedError if a solver raises or first asks the model
-    of a role, and RunnerError.
+    Solvers run up to their first model call; no other eval may run meanwhile. `additional_system_content` is
+    appended to the system message, or becomes one. Raises UnsupportedError for content other than text,
+    reasoning and images, TaskFailedError if a solver raises or first asks the model of a role, and
+    RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     samples = info.samples[:max_samples]

@@ -1,8 +1,7 @@
 """Tinker environments of Inspect tasks: `InspectEnv`, groups, and datasets of groups.
 
 Each observation extends the previous one and its action unless `fork` says otherwise. A failure raises
-TaskFailedError and is never a reward of 0. A dataset's batches depend only on its options, so a resumed run
-gets the same ones.
+TaskFailedError. A dataset's batches depend only on its options, so a resumed run gets the same ones.
 """
 
 from __future__ import annotations
@@ -83,14 +82,14 @@ class EnvOptions:
 
     env_type: EnvType = "single_turn"
     max_turns: int = 10
-    """Limits the actions unless `single_turn`. A further model call ends and scores the episode."""
+    """Limits the actions unless `single_turn`. A further call ends and scores the episode."""
 
     scorer_weights: Mapping[str, float] | None = None
     """By scorer name. None: equal weights."""
 
     runner: RunnerOptions = field(default_factory=RunnerOptions)
     applied: frozenset[str] = frozenset()
-    """Fields of `InspectEnv.generate_config` that the caller applies, so they give no warning."""
+    """Fields of `InspectEnv.generate_config` that the caller applies, without a warning."""
 
     def __post_init__(self) -> None:
         if self.env_type not in get_args(EnvType):
@@ -101,12 +100,12 @@ class EnvOptions:
 
 
 class InspectEnv(Env):
-    """One episode of one sample, used once. It answers the solver's model calls one `step` at a time.
+    """One episode. It answers the solver's model calls one `step` at a time.
 
     Metrics of a step: `fork` is 1 if the next observation does not extend this one and its action. Metrics of
     the last step: `stop/<reason>`, `turns`, `score/<scorer>`, `correct` (1 for full marks), `format_valid` (1
-    if every action ended properly and its tool calls parsed), and `action_unseen` (1 if a limit of the task
-    ended the solver before it got the action).
+    if every action ended properly and its tool calls parsed), and `action_unseen` (1 if a limit ended the
+    solver before it got the action).
     """
 
     def __init__(
@@ -138,12 +137,12 @@ class InspectEnv(Env):
         self.unapplied: set[str] = set()  # Settings that the trainer decides, as `name=value`.
         self.scored: EpisodeReward | None = None
         self.record: EvalSample | None = None
-        """Inspect's record, also of a failed episode; None before its end."""
+        """Inspect's record, also after a failure; None before the end."""
 
     async def initial_observation(
         self,
     ) -> tuple[tinker.ModelInput, StopCondition] | InitialObservationOverflow:
-        """Start the episode. Returns the prompt of its first model call (token ids) and the stop condition.
+        """Start the episode. Returns its first prompt (token ids) and the stop condition.
 
         Raises TaskFailedError if the solver or a scorer raises, and RunnerError.
         """
@@ -207,7 +206,7 @@ class InspectEnv(Env):
             self._episode.cancel()
             await asyncio.wait({self._episode})
             if not self._episode.cancelled():
-                self._episode.exception()  # Otherwise asyncio logs it as never retrieved.
+                self._episode.exception()  # Else asyncio logs it.
 
     def _keep_record(self, record: EvalSample) -> None:
         self.record = record
@@ -251,7 +250,7 @@ class InspectEnv(Env):
 
     @property
     def generate_config(self) -> GenerateConfig:
-        """The settings of the solver's pending call, including the task's config."""
+        """The pending call's settings, including the task's config."""
         return self._call.request.config if self._call else GenerateConfig()
 
     def _observation(self) -> tuple[tinker.ModelInput, StopCondition]:
@@ -294,7 +293,7 @@ class InspectEnv(Env):
 
 @dataclass
 class InspectEnvGroupBuilder(EnvGroupBuilder):
-    """Makes one sample's group: `num_envs` episodes to compare. It is used once."""
+    """Makes one sample's group of `num_envs` episodes, once."""
 
     task: InspectTaskInfo
     sample: Sample
@@ -308,7 +307,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
         require_counts(num_envs_per_group=self.num_envs)
 
     async def make_envs(self) -> Sequence[Env]:
-        """Make `num_envs` environments, unstarted. Waits while another event loop runs episodes."""
+        """Waits while another event loop runs episodes."""
         if self._runner is None:
             self._runner = await shared_pool().acquire(self.task, self.options.runner)
         made = [
@@ -321,7 +320,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """Score episodes that the trainer stopped early. The others returned their reward already."""
+        """Score episodes that the trainer stopped early."""
         envs = [env for env in env_group if isinstance(env, InspectEnv)]
         if len(envs) != len(trajectory_group):
             raise UnsupportedError(f"{len(trajectory_group)} trajectories, {len(envs)} Inspect environments")
@@ -344,7 +343,6 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
             logger.exception("the eval of the task %r did not close", self.task.name)
 
     def logging_tags(self) -> list[str]:
-        """The task's name without its package."""
         return [self.task.name.rpartition("/")[2]]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -352,9 +350,9 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
 
 
 class InspectRLDataset(RLDataset):
-    """A task's samples in batches of groups. The last batch may be smaller.
+    """A task's samples in batches of groups; the last may be smaller.
 
-    Epochs follow one another without a gap, each in the dataset's order or shuffled anew.
+    Epochs follow without a gap, each in the dataset's order or shuffled anew.
     """
 
     def __init__(
@@ -367,7 +365,7 @@ class InspectRLDataset(RLDataset):
         shuffle: bool = False,
         shuffle_seed: int | None = 0,
     ) -> None:
-        """`builder` is the template of every group, and `batch_size` counts samples.
+        """`builder` is every group's template, `batch_size` counts samples.
 
         With `shuffle_seed=None` a seed is drawn. Raises EnvironmentConfigError for counts below 1.
         """
@@ -408,7 +406,7 @@ class InspectRLDataset(RLDataset):
     ) -> tuple[InspectRLDataset, InspectRLDataset]:
         """Split off a test set: one epoch of `test_samples` samples drawn with `seed`.
 
-        `num_envs_per_group` applies to the test groups. Raises EnvironmentConfigError for an empty part.
+        `num_envs_per_group` is for the test set. Raises EnvironmentConfigError for an empty part.
         """
         require_counts(test_samples=test_samples)
         if not test_samples < len(self._samples):
@@ -464,7 +462,7 @@ _WARNED: set[tuple[str, ...]] = set()
 
 
 def _stop_condition(renderer: Renderer, config: GenerateConfig) -> StopCondition:
-    # Tinker takes only one kind of stops, so ids become text.
+    # Tinker takes one kind of stops, so ids become text.
     stops = renderer.get_stop_sequences()
     if not config.stop_seqs:
         return stops

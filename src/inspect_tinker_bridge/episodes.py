@@ -1,8 +1,8 @@
 """Episodes inside an eval: their model calls, the policies that answer them, and their outcomes.
 
-A model call belongs to exactly one episode, found through a context variable. A call without one comes from a
-scorer that grades with the policy. Every call that `PendingCalls.generate` accepts is taken by `next_call`,
-or fails with the limit of `finish`.
+A model call belongs to one episode, found through a context variable; without one, it comes from a scorer
+that grades with the policy. `next_call` takes every call that `PendingCalls.generate` accepts, or it fails
+with the limit of `finish`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from inspect_tinker_bridge.errors import (
 )
 
 MODEL_NAME = "tinkerbridge/policy"
-UNLIMITED = 1_000_000  # Callers decide how many episodes run at once.
+UNLIMITED = 1_000_000  # Callers limit the episodes.
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class GenerateRequest:
 
 
 class ChatPolicy(Protocol):
-    """Answers the model calls of one episode. Calls overlap if the solver makes them concurrently.
+    """Answers the model calls of one episode, which may overlap.
 
-    It may have a method `count_text_tokens(text) -> int`. Otherwise, three bytes of UTF-8 count as a token.
+    It may have a method `count_text_tokens(text) -> int`; by default, three bytes of UTF-8 are a token.
     """
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
@@ -80,13 +80,13 @@ class ChatPolicy(Protocol):
 class EpisodeOutcome:
     sample_id: int | str
     scores: dict[str, Score]
-    """By scorer name; empty if the solver or a scorer raised."""
+    """By scorer name; empty after an error."""
 
     error: str | None
-    """The exception of the solver or a scorer."""
+    """The solver's or a scorer's exception."""
 
     limit: str | None
-    """The limit that ended the solver: `message`, `token`, `turn`, `time`, `custom`..."""
+    """The limit that ended the solver, such as `message`."""
 
     messages: list[ChatMessage]
     traceback: str = ""
@@ -113,16 +113,16 @@ class RunningEpisode:
     policy: ChatPolicy
     ended: asyncio.Future[EpisodeOutcome]
     calls: set[asyncio.Task[ModelOutput]] = field(default_factory=set["asyncio.Task[ModelOutput]"])
-    # The policy's last exception, raised if the episode ends with an error.
+    # The policy's last exception, raised after an error.
     failure: Exception | None = None
-    scorer_error: Exception | None = None  # Inspect drops it if the trainer had stopped the episode.
-    is_finishing: bool = False  # The solver should end now, or before it begins.
+    scorer_error: Exception | None = None  # Inspect drops it once the trainer stopped the episode.
+    is_finishing: bool = False  # Ends the solver, even before it begins.
     self_graded: bool = False
     scoring: set[CancelScope] = field(default_factory=set[CancelScope])
     on_record: Callable[[EvalSample], None] = lambda record: None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Raises EpisodeAbandonedError after the end of the episode."""
+        """Raises EpisodeAbandonedError after the end."""
         if self.ended.done():
             raise EpisodeAbandonedError("the episode has ended; its model calls are refused")
         call = asyncio.create_task(_answer(self.policy, request))
@@ -156,7 +156,7 @@ class RunningEpisode:
             self.ended.set_result(outcome)
 
     def abandon(self, error: Exception | None = None) -> None:
-        """End without a score. Pending model calls fail with `error` if given; later ones are refused."""
+        """End without a score. Pending calls fail with `error` if given; later ones are refused."""
         if not self.ended.done():
             if error is None:
                 self.ended.cancel()
@@ -175,8 +175,6 @@ class PendingCall:
 
 
 class PendingCalls:
-    """Queues model calls for the code that drives the episode."""
-
     def __init__(
         self,
         count_text_tokens: Callable[[str], int] | None = None,
@@ -209,7 +207,6 @@ class PendingCalls:
                 reply.set_exception(limit)
 
     async def next_call(self, episode: asyncio.Future[Any]) -> PendingCall | None:
-        """None once `episode` has ended."""
         if episode.done():
             return None
         waiter = asyncio.ensure_future(self.calls.get())
@@ -220,12 +217,11 @@ class PendingCalls:
             waiter.cancel()
 
 
-Episodes = Mapping[int, RunningEpisode]  # Keys are Inspect's epoch numbers, which are unique.
+Episodes = Mapping[int, RunningEpisode]  # Keyed by Inspect's epoch numbers, which are unique.
 _CURRENT: ContextVar[RunningEpisode | None] = ContextVar("inspect_tinker_bridge_episode", default=None)
 
 
 def current_policy() -> ChatPolicy:
-    """Raises RunnerError outside of an episode."""
     episode = _CURRENT.get()
     if episode is None:
         raise RunnerError("no episode runs in this context")
@@ -234,7 +230,7 @@ def current_policy() -> ChatPolicy:
 
 @solver
 def bind_episode(episodes: Episodes) -> Solver:
-    """A setup solver that assigns its context's model calls to the sample's episode."""
+    """Assigns its context's model calls to the sample's episode."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         episode = episodes.get(state.epoch)
@@ -266,10 +262,9 @@ def guarded(own: Solver) -> Solver:
 
 
 def reportable(error: BaseException) -> BaseException:
-    """`error`, or a replacement that does not end the eval with all its episodes.
+    """`error`, or a replacement that does not end the whole eval.
 
-    Inspect fails on errors that are not an Exception, and on messages that UTF-8 cannot encode, such as JSON
-    text from a model (`"\\ud800"`).
+    Inspect fails on errors that are not an Exception, and on messages that UTF-8 cannot encode (`"\\ud800"`).
     """
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         return error
@@ -290,7 +285,7 @@ def reportable(error: BaseException) -> BaseException:
 def cancellable(scorer: Scorer, episodes: Episodes) -> Scorer:
     """Make a scorer end with its abandoned episode. Inspect would only end the solver.
 
-    Raises if the sample's container is gone, because then correct commands failed too.
+    Raises if the container is gone, because then correct commands failed too.
     """
 
     @functools.wraps(scorer)
@@ -328,7 +323,7 @@ def role_model(episodes: Episodes, role: str) -> Model:
 
 
 def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str = "") -> Model:
-    # Otherwise `generate(cache=True)` could return a reply of another run's policy.
+    # Or `generate(cache=True)` could return another policy's reply.
     made = get_model(f"{name}-{uuid4().hex[:12]}", memoize=False)
     if not isinstance(made.api, _PolicyAPI):
         raise TypeError(f"another package registered the model API 'tinkerbridge': {type(made.api)}")
@@ -339,7 +334,7 @@ def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str 
 class _UntimedModel(Model):
     """No GenerateConfig times out, retries or delays its calls.
 
-    The public API merges configs earlier, and `attempt_timeout` would discard a finished reply.
+    `attempt_timeout` would discard a finished reply. The public API merges configs earlier.
     """
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
@@ -360,7 +355,7 @@ _CONNECTION_FIELDS = (
 
 
 class TuningLeftOut(Model):
-    """Drops `conversion.unapplied` fields, which servers would refuse, from every GenerateConfig."""
+    """Drops `conversion.unapplied` fields, which servers refuse."""
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:
         return super()._resolve_config(config).model_copy(update=dict.fromkeys(LEFT_OUT))
@@ -375,7 +370,7 @@ def refusing_model(role: str) -> Model:
 
 
 def _price_policy() -> None:
-    # Inspect requires a price for tasks with a `cost_limit`.
+    # Tasks with a `cost_limit` need a price.
     known = get_model_info(MODEL_NAME) or ModelInfo()
     if known.cost is None:
         free = ModelCost(input=0, output=0, input_cache_write=0, input_cache_read=0)
@@ -393,7 +388,7 @@ class _PolicyAPI(ModelAPI):
         self.episodes: Episodes = {}
         self.allow_self_grading = False
         self.role = ""
-        self.instead_of: str | None = None  # The role that it replaces, refusing every call.
+        self.instead_of: str | None = None  # The role that it replaces, refusing calls.
 
     def max_connections(self) -> int:
         return UNLIMITED
@@ -449,6 +444,6 @@ async def _answer(policy: ChatPolicy, request: GenerateRequest) -> ModelOutput:
 
 
 def _is_cancelling() -> bool:
-    # The awaited object may be cancelled without the task.
+    # The awaited object may be cancelled alone.
     task: asyncio.Task[Any] | None = asyncio.current_task()
     return task is not None and task.cancelling() > 0

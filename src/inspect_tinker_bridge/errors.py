@@ -14,7 +14,7 @@
         ├── EpisodeAbandonedError     it was cancelled before it ended
         └── SelfGradingError          its scorer asked the policy to grade its own answer
 
-A failed episode is an error and never a reward of 0.
+A failed episode is an error, never a reward of 0.
 """
 
 from __future__ import annotations
@@ -76,10 +76,7 @@ class EpisodeError(BridgeError):
 
 
 class TaskFailedError(EpisodeError):
-    """The episode's solver or scorer raised, or there is no usable score.
-
-    `cause` is what happened; `traceback` is Inspect's text, or empty.
-    """
+    """`cause` is what happened; `traceback` is Inspect's text, or empty."""
 
     def __init__(self, sample_id: int | str, cause: str, traceback: str = "") -> None:
         super().__init__(sample_id, cause, traceback)
@@ -96,7 +93,7 @@ class EpisodeAbandonedError(EpisodeError):
 
 
 class SelfGradingError(EpisodeError):
-    """The scorer called the model that it grades. Such scores teach the policy to praise itself."""
+    """Such scores teach the policy to praise itself."""
 
     REMEDY = (
         "a scorer called the policy to grade the policy's own answer. Name another model as the grader: "

@@ -1,4 +1,4 @@
-"""Find a task's prompt by running the solver up to its first model call, which no model answers."""
+"""Find a task's prompt by running the solver up to its first model call."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["get_ground_truth_messages", "ground_truth_of", "silent_roles"]
 async def get_ground_truth_messages(task: Task | InspectTaskInfo, sample: Sample) -> list[ChatMessage]:
     """Return the messages of the solver's first model call, or its final messages without one.
 
-    Waits while another event loop runs episodes. Raises TaskFailedError if the solver raises before that or
-    needs the reply of a role's model, and RunnerError.
+    Waits while another event loop runs episodes. Raises RunnerError, and TaskFailedError if the solver first
+    raises or needs the reply of a role's model.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     runner = await shared_pool().acquire(info, silent_roles(info))
@@ -32,7 +32,7 @@ async def get_ground_truth_messages(task: Task | InspectTaskInfo, sample: Sample
 
 
 def silent_roles(info: InspectTaskInfo) -> RunnerOptions:
-    """The task's model roles answer with an error."""
+    """The task's model roles only raise errors."""
     roles: dict[str, str | Model] = {role: refusing_model(role) for role in info.task.model_roles or {}}
     return RunnerOptions(model_roles=roles or None)
 

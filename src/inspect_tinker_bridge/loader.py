@@ -1,7 +1,7 @@
 """Turn a task into a Tinker dataset: `load_environment`, and `InspectRLDatasetBuilder` for tinker_cookbook.
 
-Importing this module registers older renderer names with tinker_cookbook. Train and test sets never share a
-sample unless the task's arguments make them.
+Importing this module registers older renderer names with tinker_cookbook. Train and test sets share no sample
+unless the task's arguments say so.
 """
 
 from __future__ import annotations
@@ -71,26 +71,26 @@ def load_environment(
     """Make a Tinker dataset of environments from a task's samples.
 
     `task` is a task function, a Task, `file.py@name` or a registered name. It gets `task_args` and further
-    keyword arguments. `renderer` is a tinker_cookbook renderer, or its name together with a `tokenizer`, and
-    an `image_processor` for images.
+    keyword arguments. `renderer` is a tinker_cookbook renderer, or its name with a `tokenizer`, and for
+    images an `image_processor`.
 
-    `env_type`: `single_turn` takes one action and scores it. `multi_turn` gives a task without an agent one
-    with bash, python and submit in its sandbox; `submit_instruction` is added to the system message, and a
-    bash or python call may take `tool_timeout` seconds. `task` runs the task's own solver or agent. The last
-    two take at most `max_turns` actions.
+    `env_type`: `single_turn` takes and scores one action. `multi_turn` gives a task without an agent one with
+    bash, python (limited to `tool_timeout` seconds) and submit in its sandbox, and adds `submit_instruction`
+    to the system message. `task` runs the task's own solver or agent. The last two take at most `max_turns`
+    actions.
 
-    A batch is `batch_size` samples with `num_envs_per_group` episodes each. `max_samples` keeps only the
-    first samples. `num_epochs` counts the passes over them; with `shuffle`, each has a new order drawn from
-    `shuffle_seed` (None draws a seed now).
+    A batch is `batch_size` samples with `num_envs_per_group` episodes each. `max_samples` keeps the first
+    samples. `num_epochs` passes go over them; with `shuffle`, each in a new order drawn from `shuffle_seed`
+    (None draws a seed).
 
     `sandbox_type` and `sandbox_config` (path of the provider's config file) replace the task's sandbox.
     `scorer_weights` is by scorer name. `model_roles` names the models of graders and simulated users;
-    `allow_self_grading` lets a scorer without a grader call the policy, which is an error otherwise.
+    `allow_self_grading` lets a scorer without a grader call the policy.
 
     The trainer chooses the sampling parameters: of the task's GenerateConfig, only `stop_seqs` applies.
 
-    Raises EnvironmentConfigError (a ValueError) for an unusable option, UnsupportedError for a GenerateConfig
-    that a policy does not support, SandboxError, and the errors of `load_inspect_task`.
+    Raises EnvironmentConfigError for an unusable option, UnsupportedError for a GenerateConfig that a policy
+    does not support, SandboxError, and the errors of `load_inspect_task`.
     """
     _check_self_grading(env_type, allow_self_grading)
     if max_samples is not None:
@@ -121,8 +121,8 @@ def load_environment(
 class InspectRLDatasetBuilder(RLDatasetBuilder):
     """Configures an Inspect task as the dataset of `tinker_cookbook.rl.train` and its command line.
 
-    The test set is `test_samples` held-out samples, or the task with `test_task_args`, or none. Other fields
-    are as in `load_environment`.
+    The test set is `test_samples` held-out samples, the task with `test_task_args`, or none. See
+    `load_environment` for other fields.
     """
 
     task: str = chz.field(doc="file.py@name or a registered name")

@@ -1,6 +1,6 @@
 """The `TaskRunner` that the environments of a process share.
 
-It is only open while it has a holder, so that other evals can run in between. Event loops in different
+It is only open while it has a holder, so that other evals can run in between. Event loops of different
 threads take turns, because Inspect runs one eval per process.
 """
 
@@ -29,8 +29,7 @@ class RunnerPool:
     async def acquire(self, task: InspectTaskInfo, options: RunnerOptions | None = None) -> TaskRunner:
         """Return an open runner with this task. Every `acquire` needs a `release`.
 
-        Waits while another thread's event loop has a runner, and while others hold a dead one. Raises
-        RunnerError.
+        Waits while another thread's event loop has a runner, or others hold a dead one. Raises RunnerError.
         """
         runner = await self._hold(task, options)
         try:
@@ -69,7 +68,7 @@ class RunnerPool:
 
 
 class _ProcessLock:
-    """First come, first served, for event loops in several threads."""
+    """First come, first served, across threads."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()

@@ -1,6 +1,6 @@
-"""Inspect's records of episodes: a log of several (`write_inspect_log`), or a packed transcript of one.
+"""Inspect's records of episodes: a log of several, or a packed transcript of one.
 
-A log appears only when it is complete. `pack_transcript` never raises and stays within its bounds.
+A log appears when it is complete. `pack_transcript` never raises.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pydantic_core import from_json, to_json
 from inspect_tinker_bridge.episodes import MODEL_NAME
 
 MAX_JSON_BYTES = 16 * 2**20  # Before compression, which bounds readers' memory.
-TEXT_CHARS = (20_000, 2_000, 200)  # Long texts are cut to these lengths in turn.
-EVENTS_AT_ENDS = 100  # At each end of a transcript that is still too long.
+TEXT_CHARS = (20_000, 2_000, 200)  # Texts are cut to these lengths in turn.
+EVENTS_AT_ENDS = 100  # At each end of a transcript still too long.
 LEVEL = 3
 
 _AS_JSON: dict[str, Any] = {
@@ -56,7 +56,7 @@ class SavedRollout:
 
 
 def write_inspect_log(path: Path, rollouts: Sequence[SavedRollout]) -> None:
-    """Write an Inspect log (`.eval`): messages, events and scores, with tokens and rewards in the metadata.
+    """Write an Inspect log (`.eval`) with tokens and rewards in the metadata.
 
     Episodes of the same sample become its epochs, in order.
     """
@@ -103,7 +103,7 @@ def _mean_reward(rollouts: Sequence[SavedRollout]) -> EvalResults:
 def pack_transcript(record: EvalSample, max_bytes: int) -> bytes:
     """The record as JSON of an `EvalSample` in a zstd frame of at most `max_bytes` bytes.
 
-    Long texts are cut first, then events in the middle are left out. Empty if that does not suffice.
+    Long texts are cut first, then middle events left out. Empty if that does not suffice.
     """
     try:
         return _packed(record, max_bytes)
@@ -114,13 +114,13 @@ def pack_transcript(record: EvalSample, max_bytes: int) -> bytes:
 
 def _packed(record: EvalSample, max_bytes: int) -> bytes:
     events, pooled = condense_events(record.events)
-    # The bridge numbers an eval's episodes as epochs, which mean nothing outside.
+    # Our epochs number an eval's episodes, which means nothing outside.
     whole = record.model_copy(update={"epoch": 1, "events": events, "events_data": pooled})
     try:
         text = to_json(whole, **_AS_JSON)
     except ValueError:  # Text or bytes that are not Unicode.
         text = to_json(_cut(whole.model_dump(exclude_none=True), None), **_AS_JSON)
-    if b"NaN" in text or b"Infinity" in text:  # Inspect writes these as JSON that only some parsers read.
+    if b"NaN" in text or b"Infinity" in text:  # Only some parsers read Inspect's JSON for these.
         text = to_json(from_json(text), **_AS_JSON)
     if packed := _within(text, max_bytes):
         return packed

@@ -1,8 +1,8 @@
 """Render Inspect messages as prompt ids, and turn sampled actions into Inspect model outputs.
 
-Text survives to the character. An action that does not parse becomes text or a failed tool call, never an
-exception. While the history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly
-rendered ids (`TokenBuffer`). Otherwise the whole prompt is rendered as a fork.
+Text survives to the character. An action that does not parse becomes text or a failed tool call. While the
+history is unmodified, the next prompt is the previous prompt ids + sampled ids + newly rendered ids
+(`TokenBuffer`). Otherwise the whole prompt is rendered as a fork.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from tinker_cookbook.renderers import ToolCall as RendererToolCall
 from inspect_tinker_bridge.conversion import parse_arguments, tool_call
 from inspect_tinker_bridge.errors import UnsupportedError
 
-UNPARSED = "unparsed_tool_call"  # A tool call that did not parse. Its argument `raw_text` has the text.
+UNPARSED = "unparsed_tool_call"  # A call that did not parse. Its argument `raw_text` has the text.
 
 
-# In the wording of Qwen and Hermes.
+# In Qwen's and Hermes' words.
 TOOLS_AS_TEXT = """\
 # Tools
 
@@ -88,7 +88,7 @@ class ContinuingRenderer(Renderer):
 def to_renderer_messages(
     renderer: Renderer, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], tool_choice: ToolChoice
 ) -> list[Message]:
-    """Convert a conversation with its tools, as text if the renderer has no tools.
+    """Convert a conversation and its tools, as text if the renderer has none.
 
     Raises UnsupportedError for content other than text, reasoning and images.
     """
@@ -116,7 +116,7 @@ def _declares_tools(renderer: Renderer) -> bool:
 
 
 def to_renderer_message(renderer: Renderer, message: ChatMessage) -> Message:
-    """A tool error becomes `Error: ...`, as Inspect sends it to other models."""
+    """A tool error becomes `Error: ...`, as in Inspect."""
     converted = _to_renderer_message(message)
     return converted if _declares_tools(renderer) else _as_text(converted)
 
@@ -188,7 +188,7 @@ def _to_renderer_message(message: ChatMessage) -> Message:
 @dataclass(frozen=True)
 class ParsedAction:
     message: Message
-    is_well_formed: bool  # The action ended properly and all its tool calls parsed.
+    is_well_formed: bool  # It ended properly and its tool calls parsed.
 
 
 def parse_action(
@@ -370,7 +370,7 @@ Piece: TypeAlias = int | tinker.ModelInputChunk
 class Prompt:
     pieces: list[Piece]
     is_fork: bool
-    """The history was modified, the solver switched conversations, or the renderer rewrites the history."""
+    """The history was modified, or the renderer rewrites it."""
 
     @property
     def length(self) -> int:
@@ -408,7 +408,7 @@ class TokenBuffer:
         self._pending: tuple[list[Message], list[Piece], list[Piece]] | None = None
 
     def render(self, messages: list[Message]) -> Prompt:
-        """Render the prompt for the next assistant message. A trailing assistant message is its prefill.
+        """Render the next prompt. A trailing assistant message is its prefill.
 
         Raises UnsupportedError for images if the renderer does not take them.
         """
@@ -455,7 +455,7 @@ class TokenBuffer:
         return _pieces(self._renderer.build_generation_prompt(messages))
 
     def _splice(self, turn: _Turn, messages: list[Message], rendered: list[Piece]) -> list[Piece] | None:
-        """`turn`'s ids and the rest of `messages`, or None if these do not extend it."""
+        """None if `messages` do not extend `turn`."""
         count = len(turn.messages)
         if isinstance(self._renderer, ContinuingRenderer):
             return self._continued(self._renderer, turn, messages)
@@ -475,7 +475,7 @@ class TokenBuffer:
         prefill = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
         new = messages[count:-1] if prefill else messages[count:]
         if not new or not isinstance(prefill, str) or any(each["role"] == "assistant" for each in new):
-            return None  # Later replies were sampled, and must not be rendered.
+            return None  # Later replies must not be rendered.
         before: Any = turn.ids  # Such a renderer takes no images.
         prompt, action = before[: turn.prompt_length], before[turn.prompt_length :]
         ids = renderer.continuation(prompt, action, messages[:count], new)

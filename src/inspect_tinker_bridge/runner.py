@@ -1,8 +1,7 @@
 """`TaskRunner` is a persistent Inspect eval that runs every episode of one or more tasks.
 
-Every `run` ends with an outcome or an error, whatever the solver, the scorers or the eval do. The end of a
-task leaves other tasks' episodes running. Closing restores the process state. One runner is open at a time,
-because Inspect allows one eval per process.
+Every `run` ends with an outcome or an error. The end of a task leaves other tasks' episodes running. Closing
+restores the process state. One runner is open at a time, because Inspect allows one eval per process.
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ from inspect_tinker_bridge.errors import EpisodeAbandonedError, InvalidTaskError
 from inspect_tinker_bridge.sandbox import SandboxConfig, check_provider
 from inspect_tinker_bridge.tasks import AgentOptions, InspectTaskInfo, with_agent
 
-# Docker's engine may be restarting between two episodes.
+# Docker's engine may be restarting.
 _BACK_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True)
 class RunnerOptions:
     model_roles: Mapping[str, str | Model] | None = None
-    """Inspect model roles, such as the grader of model-graded scorers."""
+    """Inspect model roles, such as the grader."""
 
     sandbox: SandboxConfig | None = None
     """Replaces the task's sandbox, like `inspect eval --sandbox`."""
 
     agent: AgentOptions | None = None
-    """Turns the solver's `generate()` into an agent. None leaves a single model call."""
+    """Turns the solver's `generate()` into an agent."""
 
     allow_self_grading: bool = False
-    """Whether scorers may call the policy. Such calls become ordinary calls of the episode."""
+    """Whether scorers may call the policy, as ordinary calls of the episode."""
 
     solver: Solver | None = None
     policy_roles: Sequence[str] = ()
@@ -63,7 +62,7 @@ class RunnerOptions:
 
 
 class TaskRunner:
-    """Runs any number of concurrent episodes of one or more tasks.
+    """Runs any number of concurrent episodes.
 
         async with TaskRunner(info) as runner:
             outcome = await runner.run(info.samples[0], policy)
@@ -116,7 +115,6 @@ class TaskRunner:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the eval, abandon running episodes and remove their sandboxes."""
         if self._eval is not None:
             await self._close(self._eval)
 
@@ -143,14 +141,13 @@ class TaskRunner:
     ) -> EpisodeOutcome:
         """Run one episode of `sample`: the solver, then the scorers.
 
-        `task` selects one of several tasks (None: the first), and `options` one of its options. `on_record`
-        gets Inspect's record, even if this then raises; an abandoned episode has none.
+        `task` selects one of several tasks (None: the first), `options` one of its options. `on_record` gets
+        Inspect's record, even if this raises, unless the episode was abandoned.
 
-        Raises InvalidTaskError for a task the runner does not have, RunnerError if the eval or the task dies
-        or is closed, SandboxError if the sample's sandbox is not available on this machine, SelfGradingError
-        if a scorer called the policy, and the policy's own exception if the episode then ended with an error.
-        Any other exception of the solver or a scorer is the outcome's `error`. Cancelling ends the episode
-        without a score.
+        Raises InvalidTaskError for an unknown task, RunnerError if the eval or the task dies or is closed,
+        SandboxError if the sandbox is not available here, SelfGradingError if a scorer called the policy, and
+        the policy's own exception if the episode then ended with an error. Other exceptions of the solver or
+        a scorer are the outcome's `error`. Cancelling ends the episode without a score.
         """
         if not self.is_open:
             raise self._error() from self._cause
@@ -205,7 +202,7 @@ class TaskRunner:
                 raise self._error(entry) from self._cause
 
     async def _check_sandbox(self, entry: _TaskEntry, sample: Sample) -> None:
-        # A missing provider would end the task with all its episodes. A Docker engine may be restarting.
+        # A missing provider would end the task with all its episodes.
         override = entry.options.sandbox
         own = entry.info.task.sandbox or sample.sandbox
         name = override.sandbox_type if override else own.type if own else None
@@ -331,7 +328,7 @@ class _TaskEntry:
 
 
 class _TaskFeed(TaskSource):
-    """The tasks of an eval, including later ones, until `close`."""
+    """An eval's tasks, including later ones."""
 
     def __init__(self, on_task_ended: Callable[[EvalLog], None]) -> None:
         self.first: list[Task] = []
@@ -341,7 +338,6 @@ class _TaskFeed(TaskSource):
         self._closed = False
 
     def add(self, task: Task) -> None:
-        """Raises the errors that Inspect finds in the task."""
         if self._next is not None and not self._next.done():
             self._next.set_result([task])
         elif self._context is not None:
@@ -392,13 +388,12 @@ class _SampleFeed(SampleSource):
 
     @property
     def busy(self) -> bool:
-        # Includes abandoned samples.
         return self._running > 0
 
     def submit(self, sample: Sample, epoch: int) -> None:
         if self._context is None:
             raise RunnerError("the eval has not started")
-        # `enqueue_sample` only works in the eval's context; copies allow nested calls.
+        # This only works in the eval's context; copies allow nesting.
         self._context.copy().run(enqueue_sample, sample, epoch=epoch)
         self._running += 1
         self._wake.set()
@@ -482,7 +477,7 @@ async def _first_of(task: asyncio.Task[None], *events: asyncio.Event) -> None:
 
 
 async def _end_of(task: asyncio.Task[None]) -> None:
-    # The task must end even if the caller is cancelled.
+    # End the task even if the caller is cancelled.
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:

@@ -1,6 +1,6 @@
-"""Sandboxes outside of episodes: start one for a sample, run commands in it, release it.
+"""Sandboxes outside of episodes.
 
-A `SandboxInstance` is released exactly once, by `cleanup_sandbox` or at the exit of the process.
+A `SandboxInstance` is released once, by `cleanup_sandbox` or at the process's exit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class SandboxConfig:
     sandbox_type: str = "docker"
-    """An Inspect provider: `docker`, `local` (runs commands on this machine), or one from a package."""
+    """`docker`, `local` (runs commands on this machine), or a package's."""
 
     config: str | None = None
     """Absolute path of the provider's config file. None uses the task's if it fits."""
@@ -83,8 +83,6 @@ class SandboxInstance:
     task_name: str
     timeout: int = 120
     context: Context = field(default_factory=copy_context, repr=False)
-    """The provider tracks what it started in these."""
-
     released: bool = False
 
 
@@ -92,7 +90,7 @@ _OPEN: set[SandboxInstance] = set()
 
 
 def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConfig | None) -> bool:
-    """Check once that each sandbox can start here; return whether every sample has one.
+    """Check that each sandbox can start here; return whether every sample has one.
 
     Blocks while docker answers. Raises SandboxError, with the remedy.
     """
@@ -114,8 +112,7 @@ def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConf
 
 
 def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
-    """Blocks while docker answers. Raises SandboxError for an unknown provider, or if docker's engine does
-    not respond."""
+    """Blocks while docker answers. Raises SandboxError."""
     provider = _inspect_private.sandbox_provider(sandbox_type)
     if provider is None:
         known = ", ".join(_inspect_private.sandbox_provider_names())
@@ -135,8 +132,7 @@ async def create_sandbox_for_sample(
     """Start a sample's sandboxes, copy its files into the default one and run its setup script.
 
     `sample` is a Sample or the `info` of an `inspect_dataset_to_hf` row. A `sandbox_config` of the same type
-    without a file uses the sample's. Raises SandboxError, and the provider's or script's exceptions after a
-    clean-up.
+    uses the sample's file by default. Raises SandboxError, and the provider's or script's exceptions.
     """
     wanted = sample if isinstance(sample, Sample) else sample_of_row(sample)
     sandbox_type, config = _resolve(wanted, sandbox_config)
@@ -167,8 +163,8 @@ async def exec_in_sandbox(
 ) -> ExecResult[str]:
     """Run a command in the named or the default sandbox; `timeout` is in seconds.
 
-    As in a model's tool call, a timeout (return code 124), a denied permission (126) or too much output is a
-    result. Raises SandboxError for an unknown sandbox name.
+    As in a tool call, a timeout (return code 124), a denied permission (126) or too much output is a result.
+    Raises SandboxError for an unknown name.
     """
     environments = _environments(sandboxes)
     name = sandbox_name or next(iter(environments))
@@ -188,7 +184,7 @@ async def exec_in_sandbox(
 
 @asynccontextmanager
 async def sandbox_context(sandboxes: SandboxInstance | Sandboxes) -> AsyncGenerator[Sandboxes]:
-    """Make `inspect_ai.util.sandbox()` return these sandboxes, as scorers and tools expect."""
+    """Make `inspect_ai.util.sandbox()` return these, for scorers and tools."""
     environments = _environments(sandboxes)
     with _inspect_private.current_sandboxes(dict(environments)):
         yield environments

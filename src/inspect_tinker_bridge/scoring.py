@@ -1,7 +1,7 @@
 """Scores, rewards and reports of finished episodes.
 
-An error, a missing score, or a score or reward that is not a finite number fails the episode; it is never a
-reward of 0. A scorer that returns None, as Inspect allows, does not count.
+An error, a missing score, or a score or reward that is not a finite number fails the episode. A scorer that
+returns None does not count.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _WORDS = {CORRECT, INCORRECT, NOANSWER, PARTIAL, "yes", "no", "true", "false"}
 @dataclass(frozen=True)
 class EpisodeReward:
     reward: float
-    """The weighted mean of the scorers that returned a score; each counts with the mean of its values."""
+    """The weighted mean of the scores; each counts with the mean of its values."""
 
     values: dict[str, float]
     """`scorer` for a single value, `scorer/key` for a dict, `scorer/0` for a list."""
@@ -67,8 +67,7 @@ class EpisodeReward:
 
 
 def check_weights(weights: Mapping[str, float], scorers: Collection[str]) -> None:
-    """Raise EnvironmentConfigError unless exactly the scorers have weights: finite, at least 0, and not all
-    0."""
+    """Raise EnvironmentConfigError unless exactly the scorers have weights: finite, at least 0, not all 0."""
     if set(weights) != set(scorers):
         raise EnvironmentConfigError(
             f"scorer_weights names {sorted(weights)}, but the scorers are {sorted(scorers)}"
@@ -85,9 +84,9 @@ def _check_weight_values(weights: Mapping[str, float]) -> None:
 def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None = None) -> EpisodeReward:
     """Convert scores to floats as Inspect's `value_to_float` does, and average the scorers.
 
-    `weights` are by scorer name, or equal if None; a scorer that returned None leaves its weight to the
-    others. Raises TaskFailedError (with file and line) if the solver or a scorer raised, or if no score
-    counts or one is not a finite number, and EnvironmentConfigError for a score without a weight.
+    `weights` are by scorer name, or equal if None; a missing score leaves its weight to the others. Raises
+    TaskFailedError (with file and line) if the solver or a scorer raised, no score counts or one is not
+    finite, and EnvironmentConfigError for a score without a weight.
     """
     if outcome.error is not None:
         cause = f"{outcome.error}{_place(outcome.traceback)}"
@@ -123,7 +122,6 @@ class EpisodeReport:
 def report_of(
     outcome: EpisodeOutcome, scored: EpisodeReward, unapplied: Collection[str] = ()
 ) -> EpisodeReport:
-    """`unapplied`: settings of the task that do not apply to this model."""
     replies = (message.text for message in reversed(outcome.messages) if message.role == "assistant")
     explained = {
         name: {
@@ -168,9 +166,9 @@ async def compute_reward(
 
     Returns the reward and every value by name, as in `EpisodeReward`. `conversation` has Inspect messages, or
     dictionaries in OpenAI's chat format; the last submitted answer is scored, or else the last assistant
-    message. `info` is the sample, or a row of `inspect_dataset_to_hf`. `weights` are in the order of
-    `scorers`, or by name. Raises TaskFailedError if a scorer raises or no score is usable, and
-    EnvironmentConfigError for missing scorers or weights that do not match.
+    message. `info` is the sample or a row of `inspect_dataset_to_hf`. `weights` are in the scorers' order, or
+    by name. Raises TaskFailedError if a scorer raises or no score is usable, and EnvironmentConfigError for
+    missing scorers or weights that do not match.
     """
     if not scorers:
         raise EnvironmentConfigError("there are no scorers; pass at least one")
@@ -192,7 +190,7 @@ async def compute_reward(
 
 
 def to_number(value: object) -> float | None:
-    """Accepts a number, a bool, or a scalar of NumPy or torch; None unless it is finite."""
+    """Converts numbers, bools, and scalars of NumPy or torch; None unless finite."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
         return None
     scalar: Any = value
@@ -212,7 +210,7 @@ def _shown(value: object) -> str:
 
 
 def _place(traceback: str) -> str:
-    # Prefer code outside of installed packages.
+    # Prefer code that is not installed.
     frames = _FRAME.findall(traceback)
     own = [frame for frame in frames if not any(each in frame[0] for each in _INSTALLED)]
     return " ({}, line {})".format(*(own or frames)[-1]) if frames else ""
@@ -248,7 +246,6 @@ def _final_state(sample: Sample, messages: list[ChatMessage]) -> TaskState:
 
 
 def _final_output(messages: Sequence[ChatMessage], submit: str = "submit") -> ModelOutput:
-    """The answer submitted last, or else the last assistant message."""
     replies = [message for message in messages if isinstance(message, ChatMessageAssistant)]
     if not replies:
         return ModelOutput(model=MODEL_NAME)
@@ -285,7 +282,7 @@ def _number(outcome: EpisodeOutcome, key: str, value: object, reason: str | None
 
 
 def _is_convertible(value: str) -> bool:
-    # `value_to_float` turns texts that it does not understand into 0.
+    # `value_to_float` turns unknown texts into 0.
     if value in _WORDS or value.lower() in _WORDS:
         return True
     try:

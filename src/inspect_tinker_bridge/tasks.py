@@ -51,10 +51,10 @@ _NAMES_SHOWN = 20
 
 @dataclass(frozen=True)
 class InspectTaskInfo:
-    """It pickles as instructions to load the task again, once per process, unless it was given as a Task."""
+    """It pickles as instructions to load the task again, unless given as a Task."""
 
     task: Task
-    """Owned by this object. `fresh_task` returns one that may be modified."""
+    """Not to be modified; see `fresh_task`."""
 
     name: str
     samples: list[Sample]
@@ -72,14 +72,14 @@ class InspectTaskInfo:
 
     @property
     def task_id(self) -> str:
-        """The task's name on any machine: `file.py@name` without the folder, or the registered name."""
+        """Its name on any machine: `file.py@name`, or the registered name."""
         if not isinstance(self.source, str):
             return self.name
         path = Path(self.source.partition("@")[0])
         return f"{path.name}@{self.name}" if path.suffix == ".py" else self.source
 
     def fresh_task(self) -> Task:
-        """A copy for callers that modify it, as `task_with` does."""
+        """A copy to modify."""
         return copy.copy(self.task)
 
     def __reduce__(self) -> tuple[Callable[[bytes], InspectTaskInfo], tuple[bytes]]:
@@ -100,9 +100,9 @@ def _load_pickled(source_and_args: bytes) -> InspectTaskInfo:
 def load_inspect_task(task: TaskLike, **task_args: Any) -> InspectTaskInfo:
     """Load a task; each call creates a fresh Task.
 
-    Samples without an id get their position from 1, as in Inspect. Raises TaskNotFoundError with the existing
-    names, TaskArgumentsError for arguments that the task does not accept, InvalidTaskError for duplicate
-    sample ids or something that is not a task, and the task's exceptions.
+    Samples without an id get their position from 1, as in Inspect. Raises TaskNotFoundError,
+    TaskArgumentsError, InvalidTaskError for duplicate sample ids or something that is not a task, and the
+    task's exceptions.
     """
     loaded = _create(task, task_args)
     if not isinstance(loaded, Task):
@@ -204,7 +204,7 @@ def _check_args(function: object, args: dict[str, Any], what: str) -> None:
         raise InvalidTaskError(f"{what} is a {type(function).__name__}, not a task function")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # Builtins may have no signature; then the call itself raises.
+    except ValueError:  # Builtins may have no signature; then the call raises.
         return
     try:
         signature.bind(**args)
@@ -246,8 +246,8 @@ def _describe(task: TaskLike) -> str:
     return f"the task function {getattr(task, '__name__', task)!r}"
 
 
-# The task's solver runs unchanged with the agent as its `generate()`, so that its treatment of answers, such
-# as marking choices, applies to the submitted one.
+# The task's solver runs unchanged with the agent as its `generate()`, so that its marking of choices, for
+# example, applies to the submitted answer.
 
 SUBMIT_INSTRUCTION = "You must call submit() when you are done to complete the task."
 
@@ -258,7 +258,7 @@ class AgentOptions:
     """Added to the task's system message."""
 
     tool_timeout_s: int = 180
-    """Limit of a bash or python call. A timeout is a tool result."""
+    """Limit of a bash or python call; a timeout is a result."""
 
     def __post_init__(self) -> None:
         require_counts(tool_timeout=self.tool_timeout_s)
@@ -268,7 +268,7 @@ class AgentOptions:
 
 @solver
 def with_agent(own: Solver, options: AgentOptions) -> Solver:
-    """Run `own` with an agent as its `generate`. Solvers that call the model directly are unaffected."""
+    """Run `own` with an agent as its `generate`. It does not affect direct model calls."""
 
     async def solve(state: TaskState, generate: Generate) -> TaskState:
         async def run_agent(
@@ -295,8 +295,8 @@ def _tools(state: TaskState, timeout_s: int) -> list[Tool]:
 
 
 def _instruct(state: TaskState, instruction: str | None) -> None:
-    # In the first system message, because chat templates treat a second one differently. A solver that
-    # generates again finds it there, so the prompt extends the previous one.
+    # Chat templates treat a second system message differently. A solver that generates again finds the
+    # instruction there, so the prompt extends the previous one.
     first = state.messages[0] if state.messages else None
     if not instruction or (isinstance(first, ChatMessageSystem) and first.text.endswith(instruction)):
         return

@@ -1,4 +1,4 @@
-"""Authorization: the server's secret, claim keys, and tokens of the two roles.
+"""The server's secret, claim keys, and tokens of the two roles.
 
 A claim's key is an HMAC of (episode, attempt) under the server's secret, so it survives a restart without
 being stored.
@@ -43,7 +43,7 @@ MIN_TOKEN_CHARS = 16  # For addresses that other machines can reach.
 _SECRET_BYTES = 32
 _MAX_TOKEN_BYTES = 4096
 
-# Allows for an episode uuid of 200 four-byte characters.
+# Fits 200 four-byte characters of an episode uuid.
 _MAX_KEY_CHARS = 1200
 
 _KEYS_REMEMBERED = 16_384
@@ -59,7 +59,7 @@ class ClaimId(NamedTuple):
 def load_secret(path: Path) -> bytes:
     """Return the 32-byte secret in `path`, created with mode 0600 if missing.
 
-    Raises ConfigError for other content, or a file that another user owns or can read.
+    Raises ConfigError for other content, or a file that others own or can read.
     """
     if not path.exists():
         _make_secret(path)
@@ -102,7 +102,7 @@ def _mac(secret: bytes, purpose: bytes, episode_uuid: str, attempt: int) -> byte
 
 @lru_cache(maxsize=8)
 def _keyed(secret: bytes) -> hmac.HMAC:
-    """Computed once because it takes half of an HMAC's time."""
+    """Takes half of an HMAC's time."""
     return hmac.new(secret, digestmod=hashlib.sha256)
 
 
@@ -148,7 +148,7 @@ def _b64(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The tokens of both roles. A role without a token admits everyone, as on a local server."""
+    """A role without a token admits everyone, as on a local server."""
 
     client_token: str | None = field(default=None, repr=False)
     admin_token: str | None = field(default=None, repr=False)
@@ -158,8 +158,8 @@ class Roles:
     def of(section: InterchangeConfig, environ: Mapping[str, str], *, serve_model: bool = False) -> Roles:
         """Read the tokens from the environment or from files named there.
 
-        A server that only serves a model gets a random admin token if none is set. Raises ConfigError if a
-        required token is missing, too short, or in a file that others can read.
+        A server that only serves a model gets a random admin token by default. Raises ConfigError for a
+        required token that is missing, too short, or in a file that others can read.
         """
         client, admin = read_token(environ, CLIENT_TOKEN), read_token(environ, ADMIN_TOKEN)
         if serve_model and client is not None and admin is None:
@@ -180,11 +180,10 @@ class Roles:
         return self.client_token is None
 
     def check(self, role: Role, scope: Scope) -> None:
-        """Raises like `require`."""
         self.require(role, authorization_of(scope))
 
     def account(self, scope: Scope) -> str:
-        """Return the client's name, or "" for a shared token."""
+        """The client's name, or "" for a shared token."""
         return self._account_of(authorization_of(scope)) if self.accounts else ""
 
     def _account_of(self, authorization: str) -> str:
@@ -231,7 +230,7 @@ class ClaimKeys:
     def __init__(self, secret: bytes, roles: Roles) -> None:
         self._secret = secret
         self._roles = roles
-        # The least recently used comes first. Only valid keys are kept, so attackers cannot displace them.
+        # Least recently used first. Only valid keys, so attackers cannot displace them.
         self._opened: dict[str, ClaimId] = {}
 
     def key(self, episode_uuid: str, attempt: int) -> str:
@@ -244,15 +243,13 @@ class ClaimKeys:
         return claim_alias(self._secret, episode_uuid, attempt) if self._roles.are_open else None
 
     def gateway(self, episode_uuid: str, attempt: int, *, of: int) -> int:
-        """Return which gateway process, 1 to `of`, owns a claim.
-
-        The secret decides, so the answer survives a restart, and episode names cannot steer it.
+        """Return which gateway process, 1 to `of`, owns a claim. The secret decides: a restart keeps the
+        answer, and episode names cannot steer it.
         """
         digest = _mac(self._secret, b"tinkerscript gateway", episode_uuid, attempt)
         return int.from_bytes(digest[:8]) % of + 1
 
     def opened_by(self, key: str) -> ClaimId | None:
-        """Return the claim, or None if this server did not issue the key."""
         claim = self._opened.get(key)
         if claim is None and (claim := verify_key(self._secret, key)) is not None:
             self._remember(key, claim)
@@ -267,7 +264,7 @@ class ClaimKeys:
         return verify_alias(self._secret, alias)
 
     def authorize(self, scope: Scope) -> None:
-        """Store the request's claim in its scope, or None if clients need no token.
+        """Store the request's claim (None if clients need no token) in its scope.
 
         Raises UnauthorizedError: 401 for a key without a claim, 403 for a role's token.
         """
@@ -306,7 +303,7 @@ SEND_KEY = "send the claim's openai_api_key as 'Authorization: Bearer KEY'"
 def read_token(environ: Mapping[str, str], name: str) -> str | None:
     """Return the token in `name`, or in the file that `<name>_FILE` names.
 
-    Raises ConfigError if both are set, or the file is empty or readable by others.
+    Raises ConfigError if both are set, or for an empty file or one that others can read.
     """
     token, path = environ.get(name) or None, environ.get(f"{name}{FILE_SUFFIX}") or None
     if token is not None and path is not None:

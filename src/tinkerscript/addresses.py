@@ -1,6 +1,6 @@
 """The server's HTTP socket, its link, and `server.json` with both addresses.
 
-A restarted server takes its former addresses if they are free, so clients find it again.
+A restarted server takes its former addresses if they are free.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     link_address: str
     pid: int
     server_id: str
-    link_keys: str = ""  # Empty without keys.
-    certificate: str = ""  # Empty for HTTP.
+    link_keys: str = ""
+    certificate: str = ""
     gateway_ports: tuple[int, ...] = ()  # Empty if the server answers model calls itself.
 
 
@@ -50,8 +50,8 @@ def read_server_info(run_dir: Path) -> ServerInfo | None:
 def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.socket:
     """Listen for HTTP requests.
 
-    Ports 0 and `auto` prefer the former port, and `auto` then `DEFAULT_PORT`. If it is in use they take a
-    free port, except `auto` with a `public_base_url`, which clients already know. Raises ConfigError.
+    Ports 0 and `auto` prefer the former port, and `auto` then `DEFAULT_PORT`. If that is in use they take a
+    free port, except `auto` with a `public_base_url`, which clients know. Raises ConfigError.
     """
     host, port = config.interchange_server_host, config.interchange_server_port
     former = _port_of(previous.url) if previous is not None else 0
@@ -69,8 +69,8 @@ def bind_gateways(
 ) -> Generator[list[socket.socket]]:
     """Yield `number` listening sockets.
 
-    They take their former ports, at first the ones after the server's `port`. Without a `public_base_url`,
-    free ports replace those in use. Raises ConfigError.
+    They take their former ports, or at first the ones after `port`. Without a `public_base_url`, free ports
+    replace ports in use. Raises ConfigError.
     """
     host = config.interchange_server_host
     former = previous.gateway_ports if previous is not None else ()
@@ -90,7 +90,7 @@ def bind_gateways(
 
 
 def listen_near(host: str, port: int) -> socket.socket:
-    """Listen at `port`, or at a free port if it is in use. Raises OSError."""
+    """Listen at `port`, or if it is in use, at a free port. Raises OSError."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -101,7 +101,7 @@ def listen_near(host: str, port: int) -> socket.socket:
 
 def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on IPPROTO_TCP sockets. Without it replies wait 40 ms for acknowledgments.
+    # asyncio sets TCP_NODELAY only on IPPROTO_TCP sockets. Without it replies wait 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -169,7 +169,7 @@ def bind_link(
 
 
 def needs_link_keys(config: InterchangeConfig) -> bool:
-    """Any user may connect to a loopback address, so TCP always needs keys."""
+    """TCP always needs keys, because any user may connect to a loopback address."""
     return config.interchange_method == "tcp"
 
 
@@ -196,7 +196,7 @@ def _ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def socket_path(run_dir: Path, name: str) -> Path:
-    """Return a path in the run folder, or in a private temporary folder if that is too long.
+    """Return a path in the run folder, or if that is too long, in a private temporary folder.
 
     Raises ConfigError if the temporary folder is not private.
     """

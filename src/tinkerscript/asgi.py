@@ -1,7 +1,7 @@
 """Parts of every HTTP endpoint.
 
-A request gets one reply, and no status after a stream's first event. Every refusal has a reason and a status
-for the caller's retry logic. One that asks for a retry says when.
+A request gets one reply, and no status after a stream's first event. A refusal has a reason, and a status for
+the caller's retry logic; one that asks for a retry says when.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class Caller:
 
     @property
     def key(self) -> str:
-        """Return the API key as OpenAI's or Anthropic's clients send it, or ""."""
+        """The API key as OpenAI's or Anthropic's clients send it, or ""."""
         if given := self.headers.get("x-api-key", "").strip():
             return given
         scheme, _, key = self.headers.get("authorization", "").partition(" ")
         return key.strip() if scheme.lower() == "bearer" else ""
 
     async def body(self) -> bytes:
-        """Return the whole body. Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
+        """Raises CallerDisconnectedError, and GatewayError 413 if it is too long."""
         try:
             return await _whole_body(self._receive)
         except ClientDisconnect as error:
@@ -96,15 +96,15 @@ class Caller:
             raise GatewayError(error.status_code, "request_too_large", error.detail) from error
 
     def disconnected(self) -> asyncio.Future[None]:
-        """Return a future that completes when the caller disconnects. It may outlive the request: remove your
-        callbacks.
+        """Return a future that completes when the caller disconnects. Remove your callbacks: it may outlive
+        the request.
         """
         if self._disconnected is None:
             self._disconnected = self._watching = asyncio.create_task(_until_disconnect(self._receive))
         return self._disconnected
 
     async def is_disconnected(self) -> bool:
-        """Call it before the reply, after which it is always true."""
+        """After the reply this is always true."""
         if self._disconnected is None:
             await asyncio.wait((self.disconnected(),), timeout=0)
         return self.disconnected().done()
@@ -117,7 +117,7 @@ class Caller:
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
         """A disconnect cancels `work` and returns None."""
         disconnected, working = self.disconnected(), True
-        # Without the loop, this takes a system call in Python 3.11.
+        # In Python 3.11 this would take a system call without the loop.
         this = asyncio.current_task(disconnected.get_loop())
         assert this is not None
         if disconnected.done():
@@ -163,7 +163,6 @@ class Caller:
 
 
 async def _whole_body(receive: Receive) -> bytes:
-    """Raises ClientDisconnect."""
     parts = list[bytes]()
     while True:
         message = await receive()
@@ -182,7 +181,7 @@ async def _send_json(send: Send, body: bytes, status: int, headers: Mapping[str,
 
 
 async def _until_disconnect(receive: Receive) -> None:
-    # A method would create a reference cycle per request.
+    # A method would make a reference cycle per request.
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -295,7 +294,7 @@ class _FastRequest(Request):
 class DirectRoutes:
     """ASGI middleware that answers frequent requests itself.
 
-    FastAPI's routing and validation would take longer than most of these requests (`bench/interchange.py`).
+    FastAPI would take longer than most of these requests (`bench/interchange.py`).
     """
 
     def __init__(
@@ -345,7 +344,6 @@ class DirectRoutes:
 
 
 def _parser_of(handler: FastHandler) -> Callable[[bytes], BaseModel] | None:
-    """Return None if the handler reads the body itself."""
     model: type[BaseModel] | None = get_type_hints(handler).get("body")
     if model is None:
         return None
@@ -487,7 +485,7 @@ def problem_with_site(scope: Scope, *, any_host: bool) -> str:
     if (origin is None and site is None) or site == b"same-origin":  # Scripts cannot set these headers.
         return ""
     if scope["method"] in SAFE_METHODS:
-        # Other sites may link here, but not send requests from scripts.
+        # Other sites may link here, but not send requests.
         is_foreign = site == b"cross-site" and headers.get(b"sec-fetch-mode") != b"navigate"
     else:
         own = headers.get(b"x-forwarded-host", host)

@@ -32,7 +32,7 @@
     └── WorkerError              a worker cannot run its script or task
         └── WrongTaskError           an episode of a task the worker does not run
 
-An `*Error` is an exception. A `Failure` (see `protocol`) is an episode's recorded failure.
+A `Failure` (see `protocol`) is an episode's recorded failure.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __all__ = [
 
 
 MAX_REWARD = 1e6
-"""Larger rewards would overflow training. Checked wherever a reward enters."""
+"""Larger rewards would overflow training."""
 
 
 class TinkerScriptError(Exception):
@@ -116,7 +116,7 @@ class ClientClosedError(ClientError):
 class RequestRefusedError(ClientError):
     """The server refused a request.
 
-    `status`: the HTTP status. `reason`: the server's message. `code`: such as `context_length_exceeded`, or
+    `status` is the HTTP status, `reason` the server's message, `code` such as `context_length_exceeded` or
     empty.
     """
 
@@ -148,7 +148,7 @@ class ConflictError(InterchangeError):
 
 
 class QuotaError(InterchangeError):
-    """The caller is at its limit, and may retry after `retry_after_s`."""
+    """The caller may retry after `retry_after_s`."""
 
     def __init__(self, reason: str, retry_after_s: float = 1.0) -> None:
         super().__init__(reason)
@@ -156,7 +156,7 @@ class QuotaError(InterchangeError):
 
 
 class UnauthorizedError(InterchangeError):
-    """The token does not grant the route's role. `status` is 401 or 403."""
+    """`status` is 401 or 403."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -170,8 +170,8 @@ class StoreError(InterchangeError):
 class GatewayError(TinkerScriptError):
     """A model call cannot be served.
 
-    `status`: the HTTP status, for the caller's retry logic. `code`: a stable identifier such as
-    `invalid_api_key` or `context_length_exceeded`. `param`: the offending field.
+    `status` is the HTTP status, for the caller's retry logic, `code` a stable identifier such as
+    `invalid_api_key`, and `param` the offending field.
     """
 
     def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
@@ -195,7 +195,7 @@ class EngineRequestError(EngineError):
 
 
 class WireError(EngineError):
-    """The Tinker API server refuses a request. `status` suits the SDK's retries."""
+    """`status` suits the SDK's retries."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -203,7 +203,7 @@ class WireError(EngineError):
 
 
 class AlignmentError(TinkerScriptError):
-    """Training data differs from what was sampled. `name`: its name in the alignment report, or empty."""
+    """`name` is the error's name in the alignment report, or empty."""
 
     def __init__(self, message: str, *, name: str = "") -> None:
         super().__init__(message)

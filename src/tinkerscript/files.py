@@ -16,7 +16,7 @@ from tinkerscript.errors import ConfigError
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace a file's content, which readers see whole. With `durable`, it is on disk when this returns."""
+    """Replace a file's content, which readers see whole. With `durable`, it is then on disk."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
@@ -25,7 +25,7 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
                 file.flush()
                 os.fsync(file.fileno())
         draft.replace(path)
-    except BaseException:  # On a full disk, a draft would take the last space.
+    except BaseException:  # A draft would fill a full disk.
         draft.unlink(missing_ok=True)
         raise
 
@@ -52,7 +52,7 @@ _STAMP_AT = 68
 
 
 def stamp(database: sqlite3.Connection, path: Path) -> None:
-    """Mark a new database with its folder's run, before there is a write-ahead log."""
+    """Mark a new database with its folder's run, before it has a write-ahead log."""
     with suppress(FileNotFoundError):
         run_id = (path.parent / RUN_ID).read_text(encoding="utf-8")
         if database.execute("PRAGMA application_id").fetchone() == (0,):
@@ -71,7 +71,6 @@ def _stamp_of(run_id: str) -> int:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error or its cause reports a full disk."""
     causes = [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
     return (
         (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
@@ -86,12 +85,11 @@ def resolve_link(path: Path) -> Path:
 
 
 def check_private(path: Path, status: os.stat_result, *, prefix: str = "") -> None:
-    """Raise ConfigError if another user owns or can read the file."""
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(f"{prefix}{path} must be owned by this user and not readable by others (chmod 600)")
 
 
-MAX_NODES = 100_000  # Aliases count at each use, which defuses YAML bombs.
+MAX_NODES = 100_000  # Aliases count at each use, against YAML bombs.
 
 
 def load_yaml(text: str, *, source: str) -> Any:
@@ -114,7 +112,7 @@ def _expanded_size(node: yaml.Node, sizes: dict[int, int], source: str) -> int:
         if not known:
             raise ConfigError(f"{source} is not valid YAML: an alias refers to a value that contains it")
         return known
-    sizes[id(node)] = 0  # Meeting 0 again means that the node contains itself.
+    sizes[id(node)] = 0  # Meeting 0 again: the node contains itself.
     children: list[yaml.Node] = []
     if isinstance(node, yaml.SequenceNode):
         children = list(node.value)

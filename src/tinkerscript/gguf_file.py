@@ -1,7 +1,7 @@
 """Convert a GGUF file to a trainable folder in Hugging Face format.
 
-We build byte-level BPE tokenizers because transformers 5.5 turns some into CodeLlama's, which no longer
-decode their own ids after saving.
+We build byte-level BPE tokenizers, because transformers 5.5 turns some into CodeLlama's, which cannot decode
+their own ids after saving.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
 
 
 def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
-    """Return the folder, made once and kept in `CACHE`. Raises ConfigError."""
+    """Return the folder, kept in `CACHE`. Raises ConfigError."""
     with file.open("rb") as source:
         digest = hashlib.file_digest(source, "sha256").hexdigest()
     folder = CACHE / f"{file.stem}-{digest[:12]}"
@@ -61,7 +61,7 @@ def folder_of_gguf(file: Path, *, note: Callable[[str], None]) -> Path:
 
 
 def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> None:
-    """Write weights, config and tokenizer, atomically even with several processes.
+    """Write weights, config and tokenizer, atomically across processes.
 
     Raises ConfigError for an unreadable file.
     """

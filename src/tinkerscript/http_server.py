@@ -1,6 +1,6 @@
 """uvicorn with limits on connections.
 
-Slow or idle connections cannot keep others out. Unfinished requests and unread answers are bounded in bytes
+Slow or idle connections cannot keep others out; unfinished requests and unread answers are bounded in bytes
 and time.
 """
 
@@ -27,7 +27,7 @@ from tinkerscript.limits import HEAD, PIPELINED
 OTHER_FILES = 96  # Files that are not HTTP connections.
 MIN_CONNECTIONS = 32
 
-# Clients keep connections for 5 s (httpx, openai) and might otherwise use a closing connection.
+# Clients keep connections for 5 s (httpx, openai), and must not use a closing one.
 KEEP_ALIVE_S = 75
 
 # Linux doubles it. With its default of megabytes, slow readers would look stopped.
@@ -228,7 +228,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def _await_reader(self) -> None:
-        """Require that the client read before we continue or close."""
+        """Require that the client reads before we continue."""
         if self._lost.done():
             return
         self._waiting.setdefault(self)
@@ -248,13 +248,12 @@ class GuardedProtocol(HttpToolsProtocol):
             self._reader_timer = None
 
     def _time_out(self) -> None:
-        if self._in_body and self.flow.read_paused:  # The server itself paused, to catch up.
+        if self._in_body and self.flow.read_paused:  # The server paused, to catch up.
             self._timer = self.loop.call_later(self._limits.body_s, self._time_out)
         else:
             self._end(TIMED_OUT)
 
     def _end(self, reply: bytes) -> None:
-        """Send `reply` unless another has started."""
         self._waiting.pop(self, None)
         if self.transport.is_closing() or self.flow.write_paused:
             self.transport.abort()  # A normal close would wait for the client to read.

@@ -1,4 +1,4 @@
-"""Start and end processes: imports, file locks, the parent's death, signals, hard exits."""
+"""Start and end processes: imports, locks, the parent's death, signals, hard exits."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from typing import IO, Any, NamedTuple, NoReturn
 INTERRUPTED = 130  # Exit code after SIGINT or SIGTERM.
 DISK_FULL = errno.ENOSPC  # Exit code that tells our parent not to restart us.
 STOP_WITHIN_S = 5.0  # After SIGINT or SIGTERM.
-GRACE_S = 5  # Time for open requests at shutdown. A hard exit follows after twice that.
+GRACE_S = 5  # For open requests at shutdown; a hard exit follows after twice that.
 ORPHAN_GRACE_S = 3.0
 
-# New objects per collection, collections per collection of survivors, and practically no full ones. The first
-# counts created minus freed objects of any age, so it is low: freed old ones hide new ones.
+# Practically no full collections. The first counts created minus freed objects of any age, so it is low:
+# freed old ones hide new ones.
 COLLECTOR_THRESHOLDS = (100, 0, 1_000_000_000)
 
 
 def exit_disk_full() -> NoReturn:
     """Exit with `DISK_FULL`.
 
-    Drop standard output and error first: flushing them to a full disk at exit would make the code 120.
+    Flushing standard output and error to a full disk would make the code 120.
     """
     sys.stdout = sys.stderr = None
     raise SystemExit(DISK_FULL)
 
 
 def try_lock(path: Path) -> IO[str] | None:
-    """Return an open file with the lock, or None if it is taken. The process's end releases it."""
+    """Return an open file with the lock, or None. The process's end releases it."""
     file = path.open("w", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,7 +67,7 @@ class ProcessId(NamedTuple):
         return ProcessId(socket.gethostname(), os.getpid(), _start_of(os.getpid()) or 0)
 
     def is_gone(self) -> bool:
-        """Return whether the process has ended. Other machines' processes count as alive."""
+        """Other machines' processes count as alive."""
         return self.host == socket.gethostname() and _start_of(self.pid) != self.started
 
 
@@ -90,15 +90,15 @@ def _is_alive(pid: int) -> bool:
 
 
 def own_command(name: str, *arguments: str) -> list[str]:
-    """Return a command that ends with us. Its standard input must be our pipe."""
+    """The command ends with us. Its standard input must be our pipe."""
     return [sys.executable, "-m", "tinkerscript", name, *arguments, "--exit-with-parent"]
 
 
 def shorten_collections() -> None:
     """Restrict the garbage collector to new objects.
 
-    Servers have millions of long-lived objects and no reference cycles per request. Full collections would be
-    the slowest percent of calls in `bench/gateway.py`.
+    Servers have millions of long-lived objects and no cycles per request. Full collections would be the
+    slowest percent of calls in `bench/gateway.py`.
     """
     gc.collect()
     gc.freeze()
@@ -108,7 +108,7 @@ def shorten_collections() -> None:
 def collect_less_often() -> None:
     """Let more new objects accumulate.
 
-    An Inspect episode keeps thousands until its end, and frequent collections would take a sixth of its time.
+    An Inspect episode keeps thousands; frequent collections would take a sixth of its time.
     """
     gc.set_threshold(5_000, 20, 20)
 
@@ -132,7 +132,7 @@ def when_parent_ends(stop: Callable[[], object]) -> None:
     loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
 
     def watch() -> None:
-        # A buffered read would hold a lock at which the interpreter's shutdown fails.
+        # A buffered read would hold a lock, and fail the interpreter's shutdown.
         while os.read(stdin, 4096):
             pass
         exit_hard_after(ORPHAN_GRACE_S)

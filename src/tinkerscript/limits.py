@@ -1,7 +1,7 @@
-"""The bounds on all that a key's holder may send and make others hold.
+"""The bounds on all that a key's holder, a stranger, may send and make others hold.
 
-Such a client is a stranger to the run. Anything beyond a bound is refused before it is stored, with the bound
-and the remedy. `docs/protocol.md` shows the table, and `make chaos` tests every bound.
+Anything beyond a bound is refused before it is stored, with the bound and the remedy. `docs/protocol.md`
+shows the table, and `make chaos` tests every bound.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from tinkerscript.errors import GatewayError
 
 __all__ = ["BOUNDS", "Bound", "Totals", "depth_is_beyond"]
 
+# Only 200 (a claim that finds nothing) and 429 let a client retry.
 # Only 200 and 429 let a client retry. A claim that finds nothing gets 200 and the reason.
 Status = Literal[200, 400, 403, 413, 422, 429, 431]
 
 
 class Bound(NamedTuple):
     name: str
-    """A bounded field or setting."""
-
     limit: int  # 0 if the setting `name` decides.
     unit: str
     status: Status
@@ -30,7 +29,7 @@ class Bound(NamedTuple):
     code: str = "limit_exceeded"
 
     def check(self, amount: int, where: str = "") -> None:
-        """Raise GatewayError beyond the limit. `where` names the place in the request."""
+        """`where` names the place in the request."""
         if amount > self.limit:
             raise self.refusal(amount, where)
 
@@ -61,7 +60,7 @@ def _setting(name: str, unit: str, status: Status, scope: str) -> Bound:
     return _bound(name, 0, unit, status, scope)
 
 
-# Long heads take quadratic time because the parser copies the head with each piece.
+# Long heads take quadratic time, because the parser copies the head with each piece.
 HEAD = _bound("request head", 2**16, "bytes of path and headers", 431, "request", "send shorter headers")
 
 BODY = _bound("request body", 2**24, "bytes", 413, "request")
@@ -165,7 +164,7 @@ POOL_BYTES = _bound("payloads of the pool", 2**28, "bytes as JSON", 429, "client
 POOL_EPISODES = _bound("episodes of the pool", 20_000, "unfinished episodes", 429, "client's own pool")
 ALL_POOLS_BYTES = _bound("memory of all pools", 2**30, "bytes", 429, "server")
 
-# Otherwise a client with the shared token could fill the server with tiny episodes.
+# Otherwise tiny episodes could fill the server.
 EPISODE_BYTES = 2**12
 
 
@@ -183,7 +182,7 @@ REASON_CHARS = 4000  # Of errors and failures.
 CLAIMED_BYTES = 2**24  # The next request gets the remaining payloads.
 PIPELINED = 16  # More queued requests close the connection.
 
-# Responses of a served model, for `previous_response_id`. The least recently used go first.
+# A served model's responses, for `previous_response_id`.
 KEPT_CALLS = 10_000
 KEPT_BYTES = 2**28
 KEPT_S = 86_400  # Since the last use.

@@ -1,7 +1,7 @@
-"""Logs of our processes: lines for people or JSON, with run, episode and claim.
+"""Logs as lines for people or JSON, with run, episode and claim.
 
-No text can forge a record: control characters are escaped and continuation lines indented. Tokens and keys
-are never shown.
+No text can forge a record: control characters are escaped, continuation lines indented. Tokens and keys are
+never shown.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ def secrets_of(environ: Mapping[str, str]) -> list[str]:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """Return the labels of the record, else of its task or process."""
     known = {**_of_process, **_about.get(), **vars(record)}
     return {name: known[name] for name in FIELDS if name in known}
 
@@ -111,7 +110,7 @@ MORE_LEFT_OUT = " (further lines like this one are left out for a minute)"
 
 
 class FloodFilter(logging.Filter):
-    """Limits warnings per kind and minute, so that they cannot fill the disk."""
+    """Limits warnings per kind and minute."""
 
     def __init__(self, lines: int = LOG_LINES, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

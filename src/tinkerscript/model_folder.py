@@ -36,7 +36,7 @@ TOKENIZER_FILES = (
     "processor_config.json",
 )
 IMAGE_MODEL_TYPES = frozenset({"idefics3", "smolvlm"})
-"""Models that take images here. Others with a vision tower take text."""
+"""Others with a vision tower take text here."""
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 def model_folder(model: str, *, weights: bool = False, note: Callable[[str], None] = logger.info) -> Path:
     """Return the folder of `model`: `tiny`, a path, a URL, or a Hugging Face id.
 
-    A path names a folder or a GGUF file. A URL names a run's checkpoint. An id is `Qwen/Qwen3-8B` or
+    A path names a folder or a GGUF file, a URL a run's checkpoint. An id is `Qwen/Qwen3-8B` or
     `Qwen/Qwen3-8B@REVISION`; a local folder of that name comes first. Only the needed files are fetched.
     HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` announces a download once per process.
 
@@ -122,20 +122,20 @@ def same_model(one: str, other: str) -> bool:
 
 
 def hub_id_of(folder: Path) -> str | None:
-    """Return the id of `models--OWNER--NAME/snapshots/COMMIT` in the hub's cache."""
+    """The id of `models--OWNER--NAME/snapshots/COMMIT` in the hub's cache."""
     owner, separator, name = folder.parent.parent.name.removeprefix("models--").partition("--")
     in_cache = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return f"{owner}/{name}" if in_cache and separator else None
 
 
 def base_of_folder(folder: Path) -> tuple[str, str | None]:
-    """Return an adapter's base: a hub id with the commit, or a path."""
+    """An adapter's base: a hub id and the commit, or a path."""
     hub_id = hub_id_of(folder)
     return (str(folder.absolute()), None) if hub_id is None else (hub_id, folder.name)
 
 
 def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) -> Path | None:
-    """Return the folder, with weights, of an adapter's base, or None if `folder` is no adapter.
+    """Return an adapter's base folder, with weights, or None if `folder` is no adapter.
 
     Raises ConfigError if the base is missing.
     """
@@ -235,7 +235,7 @@ def _cause(error: BaseException) -> str:
 
 
 def context_of(folder: Path) -> int:
-    """Return the maximum tokens of prompt and reply. Raises ConfigError if not declared."""
+    """Maximum tokens of prompt and reply. Raises ConfigError if not declared."""
     config = text_config(folder)
     limit = next((config[name] for name in _CONTEXT_KEYS if name in config), None)
     if not isinstance(limit, int) or limit < 1:
@@ -244,7 +244,7 @@ def context_of(folder: Path) -> int:
 
 
 def vocabulary_of(folder: Path) -> int:
-    """Return the number of ids, which may exceed the tokenizer's. Raises ConfigError."""
+    """May exceed the tokenizer's number of ids. Raises ConfigError."""
     size = text_config(folder).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"{folder / 'config.json'} has no vocab_size, the number of token ids")
@@ -252,7 +252,6 @@ def vocabulary_of(folder: Path) -> int:
 
 
 def stop_ids_of(folder: Path) -> frozenset[int]:
-    """Read generation_config.json, or else config.json."""
     base = base_of_adapter(folder) or folder
     declared = read_json(base / "generation_config.json").get("eos_token_id")
     if declared is None:
@@ -261,7 +260,7 @@ def stop_ids_of(folder: Path) -> frozenset[int]:
 
 
 def eos_token_of(folder: Path) -> str | int | None:
-    """Return the end-of-text token's text (tokenizer_config.json) or id (config.json)."""
+    """The end-of-text token's text (tokenizer_config.json) or id (config.json)."""
     token: Any = read_json(folder / "tokenizer_config.json").get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
@@ -274,17 +273,16 @@ def eos_token_of(folder: Path) -> str | int | None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """For an adapter, return its base's config. Raises ConfigError."""
+    """An adapter has its base's config. Raises ConfigError."""
     return read_json((base_of_adapter(folder) or folder) / "config.json")
 
 
 def reads_images(folder: Path) -> bool:
-    """Raises ConfigError for an unreadable config.json."""
     return config_of(folder).get("model_type") in IMAGE_MODEL_TYPES
 
 
 def text_config(folder: Path) -> dict[str, Any]:
-    """Return the config, or its part about text. Raises ConfigError."""
+    """The config, or its part about text. Raises ConfigError."""
     path = (base_of_adapter(folder) or folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: there is no such file")
@@ -294,7 +292,7 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return an empty object if the file is missing. Raises ConfigError for other content."""
+    """Empty if the file is missing. Raises ConfigError for other content."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -93,8 +93,8 @@ WEIGHT_SYNCING = "Engine is syncing weights"
 RUN_FINISHED = "The run is finished."
 
 HANDED_BACK = "worker_stopped"
-"""Failure kind of an episode that a stopping client hands back. Such an attempt usually does not count
-against `max_attempts` or the client.
+"""Failure kind of an episode that a stopping client hands back. It usually does not count against
+`max_attempts` or the client.
 """
 
 DEFAULT_ALLOW_DISCARD_TIMEOUT_S = 60.0
@@ -128,10 +128,10 @@ class Failure(Message):
     """Description for people, cut at 4,000 characters."""
 
     attempt: int = 0
-    """Number of the claim; 0 if the episode was not claimed."""
+    """Number of the claim; 0 without one."""
 
     client_uuid: str = ""
-    """Owner of the claim; empty if the episode was not claimed."""
+    """Owner of the claim; empty without one."""
 
 
 def failure_line(error: BaseException) -> str:
@@ -139,12 +139,11 @@ def failure_line(error: BaseException) -> str:
     line = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, BaseExceptionGroup):
         line += f"; the first: {failure_line(error.exceptions[0])}"
-    # Lone surrogates are replaced: a failure that cannot be sent would end more than its episode.
+    # A failure with lone surrogates could not be sent, and would end more than its episode.
     return line[: limits.REASON_CHARS].encode(errors="replace").decode()
 
 
 def _flat_metrics(value: object) -> object:
-    """A list becomes its mean, and an object in an object `outer/inner`."""
     if isinstance(value, list):
         value = {str(number): item for number, item in enumerate(cast("list[object]", value))}
     if not isinstance(value, dict):
@@ -176,7 +175,6 @@ def _numbers(metrics: dict[str, object], prefix: str, depth: int) -> Iterator[tu
 
 
 def call_id_of(reply_id: str) -> str:
-    """Drop the prefix, as in `chatcmpl-ID` or `msg_ID`."""
     return _REPLY_PREFIX.sub("", reply_id)
 
 
@@ -184,7 +182,6 @@ _REPLY_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|msg_|resp_)")
 
 
 def _by_call(value: object) -> object:
-    """Raise ValueError if a call has two rewards."""
     if not isinstance(value, dict):
         return {} if value is None else value
     given = cast("dict[str, object]", value)
@@ -195,19 +192,19 @@ def _by_call(value: object) -> object:
 
 
 class WorkflowOutput(Message):
-    """Result of an episode, as a rollout program returns it."""
+    """Result of an episode, as a program returns it."""
 
     reward: float | list[float] | None = None
-    """Higher is better; at most 1e6 in magnitude. A list is summed. `/end_episode` refuses null, because an
-    attempt without a reward is a failure (`/abort_episode`).
+    """At most 1e6 in magnitude. A list is summed. `/end_episode` refuses null: an attempt without a reward is
+    a failure (`/abort_episode`).
     """
 
     is_success: bool | None = None
-    """Whether the attempt solved its sample; null if that does not apply."""
+    """Whether the attempt solved its sample, if that applies."""
 
     call_rewards: Annotated[dict[str, float], BeforeValidator(_by_call)] = Field(default_factory=dict)
-    """Rewards of single calls of the policy, by the reply's `id`. The episode's reward is their sum plus
-    `reward`, which is then optional.
+    """Rewards of single policy calls, by the reply's `id`. The episode's reward is their sum plus `reward`,
+    then optional.
     """
 
     role_rewards: dict[str, float] = Field(default_factory=dict)
@@ -227,7 +224,7 @@ class WorkflowOutput(Message):
 class RegisterEpisodeRequest(Message):
     """`POST /register_episode`: register an episode of a sample. Idempotent.
 
-    A client registers into the pool with the name of its `client_uuid`; the admin may use any pool.
+    A client registers into the pool named by its `client_uuid`; the admin may use any pool.
     """
 
     episode_uuid: EpisodeId
@@ -240,7 +237,7 @@ class RegisterEpisodeRequest(Message):
     """Whether the result may train."""
 
     task_id: str = Field(default="", max_length=limits.ID_CHARS)
-    """Identifies the sample. Episodes of a pool with the same `task_id` form a group."""
+    """Identifies the sample. A pool's episodes with the same `task_id` form a group."""
 
     group_id: str = Field(default="", max_length=2 * limits.ID_CHARS)
     """Full name of the group. Empty: derived from pool and `task_id`."""
@@ -249,21 +246,21 @@ class RegisterEpisodeRequest(Message):
     """Episodes in the group. 0: the trainer's `training.group_size`."""
 
     copies: int = Field(default=1, ge=1, le=limits.COPIES.limit)
-    """Episodes to register for the same sample: this one, then `EPISODE#2` and so on. They form a group of
-    that size unless `group_size` is set.
+    """Episodes to register for the sample: this one, then `EPISODE#2` and so on. They form a group unless
+    `group_size` is set.
     """
 
     payload: dict[str, JsonValue] = Field(default_factory=dict)
-    """Data for the client that claims the episode, such as its sample."""
+    """Data for the claiming client, such as the sample."""
 
     openai_base_url: str = ""
-    """First version only. Ignored: the server itself serves the model."""
+    """First version only; ignored."""
 
     openai_api_key: str = Field(default="", repr=False)
-    """First version only. Ignored: each claim has its own key."""
+    """First version only; ignored."""
 
     zmq_listen_result_addr: str = ""
-    """First version only. Ignored: all results use one link."""
+    """First version only; ignored."""
 
 
 def uuids_of_copies(episode_uuid: str, copies: int) -> list[str]:
@@ -278,12 +275,12 @@ def _bounded_in_all(episodes: list[RegisterEpisodeRequest]) -> list[RegisterEpis
 
 
 class RegisterEpisodesRequest(Message):
-    """`POST /register_episodes`: register many episodes in one commit. Idempotent."""
+    """`POST /register_episodes`: register many episodes. Idempotent."""
 
     episodes: Annotated[list[RegisterEpisodeRequest], AfterValidator(_bounded_in_all)] = Field(
         max_length=limits.REGISTRATIONS.limit
     )
-    """Each is registered or refused independently, as by `/register_episode`."""
+    """Each is registered or refused independently."""
 
 
 class RegisterEpisodesResponse(Message):
@@ -299,17 +296,17 @@ class RegisterEpisodesResponse(Message):
     """Uuid -> reason, for the others."""
 
     retry_after_s: float = 0.0
-    """Seconds to wait before sending the refused episodes again; 0 unless a quota is the only reason."""
+    """Seconds to wait before sending the refused episodes again; 0 unless only a quota is the reason."""
 
 
 class _OfAClaim(Message):
-    """A request about a claim, which the key in `Authorization: Bearer` identifies."""
+    """The key in `Authorization: Bearer` identifies the claim."""
 
     client_uuid: str = ""
     """Who asks. Not checked: only the key counts."""
 
     episode_uuid: str = ""
-    """The episode or the alias it was claimed under. Optional; if given, it must be the key's."""
+    """The episode, or the alias of its claim. Optional; if given, it must be the key's."""
 
 
 class IsEpisodeClaimedRequest(Message):
@@ -329,7 +326,7 @@ class IsEpisodeClaimedResponse(Message):
     """Whether a client holds the episode now; for an alias, whether that claim does."""
 
     episode_status: str = ""
-    """The episode's state; empty if the server does not have it."""
+    """The episode's state; empty if unknown."""
 
 
 class ReplayLatestCallRequest(_OfAClaim):
@@ -365,31 +362,31 @@ class BatchProgressResponse(Message):
     """`GET /get_batch_progress`: the trainer's wait for its next step."""
 
     collecting: bool
-    """Whether a batch is being filled; false while the trainer boots, trains, or is away."""
+    """False while the trainer boots, trains, or is away."""
 
     label: str = ""
     """The batch's purpose, such as `step 3`."""
 
     rule: str = ""
-    """What completes the batch: enough `groups` or `differing_groups` (`training.batch_rule`)."""
+    """What completes the batch: `groups` or `differing_groups` (`training.batch_rule`)."""
 
     needed: int = 0
     """Groups that the batch needs."""
 
     have: int = 0
-    """Groups that it has."""
+    """Groups that the batch has."""
 
     episodes_ended: int = 0
     """The batch's episodes with a result or failure."""
 
     episodes_expected: int = 0
-    """The batch's episodes so far, including running ones; for clients' own samples, only ended ones."""
+    """The batch's episodes so far, including running ones except for clients' own samples."""
 
     groups_ahead: dict[str, int] = Field(default_factory=dict[str, int])
     """Pool -> complete groups waiting for a later batch."""
 
     max_groups_ahead: int = 0
-    """A pool with this many gets no more training claims until a batch takes some. 0: no limit known."""
+    """A pool with this many gets no training claims until a batch takes some. 0: no limit known."""
 
 
 class ClaimEpisodeRequest(Message):
@@ -404,11 +401,11 @@ class ClaimEpisodeRequest(Message):
     """Type of episodes to claim. `default`, the first version's word, means `any`."""
 
     pool: str = Field(default=TRAINER_POOL, max_length=limits.ID_CHARS)
-    """Pool to claim from: the `client_uuid` that registered the episodes. Empty: the trainer's."""
+    """The `client_uuid` that registered the episodes. Empty: the trainer's pool."""
 
     claim_request_id: str = Field(default="", max_length=limits.ID_CHARS)
-    """Unique per request. A retry repeats it and gets the same claims and keys. Empty (first version): a
-    retry is a new request.
+    """Unique per request. A retry repeats it and gets the same claims and keys. Empty (first version):
+    retries are new requests.
     """
 
     allow_discard_timeout: float = Field(
@@ -417,19 +414,19 @@ class ClaimEpisodeRequest(Message):
         le=limits.LEASE_S.limit,
         validation_alias=AliasChoices("allow_discard_timeout", "discard_episode_timeout"),
     )
-    """Seconds without activity after which the lease expires. Model calls and heartbeats renew it. Later
-    clients of the first version call it `discard_episode_timeout`.
+    """Seconds without activity after which the lease expires. Model calls and heartbeats renew it. Some
+    clients of the first version send `discard_episode_timeout`.
     """
 
     wait_s: float = Field(default=0.0, ge=0, le=limits.WAIT_S.limit)
-    """Seconds that the server may wait for an episode before it replies."""
+    """Seconds that the server may wait for an episode."""
 
     max_episodes: int = Field(default=1, ge=1, le=limits.EPISODES.limit)
-    """Maximum number of episodes to claim. All but the first are in the reply's `more`."""
+    """Maximum number of episodes; all but the first are in the reply's `more`."""
 
     sends_key: bool = False
-    """Whether the client sends the claim's `openai_api_key` with all its requests. Otherwise (first version,
-    server without tokens) `episode_uuid` is a new alias for each attempt, which identifies the claim.
+    """Whether the client sends the claim's `openai_api_key` with its requests. Otherwise (first version,
+    server without tokens) `episode_uuid` is a new alias, which identifies the claim.
     """
 
 
@@ -440,15 +437,13 @@ class EpisodeClaim(Message):
     """Owner of the claim."""
 
     episode_uuid: str = ""
-    """The episode; for clients that send no key, an alias of this claim."""
+    """The episode; an alias of this claim for clients that send no key."""
 
     openai_base_url: str = ""
     """Base URL of the model for an OpenAI client."""
 
     openai_api_key: str = Field(default="", repr=False)
-    """Key for model calls and for ending, aborting or renewing the claim. It is valid while the claim holds
-    the lease.
-    """
+    """Key for model calls and for ending, aborting or renewing the claim, while it holds the lease."""
 
     attempt: int = 0
     """Number of this claim of the episode, from 1."""
@@ -457,13 +452,13 @@ class EpisodeClaim(Message):
     """Whether the result may train."""
 
     group_id: str = ""
-    """The episode's group, within which rewards are compared."""
+    """The group within which rewards are compared."""
 
     payload: dict[str, JsonValue] = Field(default_factory=dict)
-    """Data registered for the client, such as the sample."""
+    """Registered data, such as the sample."""
 
     policy_version: int | None = None
-    """Policy version at the time of the claim."""
+    """Policy version at the claim."""
 
     allow_discard_timeout: float = 0.0
     """Seconds without activity after which the claim expires; `/heartbeat_episode` renews it."""
@@ -472,10 +467,10 @@ class EpisodeClaim(Message):
     """Seconds after which the claim ends, even if active."""
 
     max_transcript_bytes: int = 0
-    """Maximum size of a transcript for `/record_transcript`. 0: not recorded."""
+    """Maximum size for `/record_transcript`. 0: not recorded."""
 
     roles: list[str] = Field(default_factory=list[str])
-    """Other models of the run that requests may name, with the claim's URL and key."""
+    """Other models that requests may name."""
 
     run: str = ""
     """Name of the run, for logs."""
@@ -494,10 +489,10 @@ class ClaimEpisodeResponse(EpisodeClaim):
     """Why nothing was claimed."""
 
     retry_after_s: float = 0.0
-    """If nothing was claimed: seconds to wait before asking again."""
+    """Seconds to wait before asking again, if nothing was claimed."""
 
     run_finished: bool = False
-    """Whether the run has finished or failed, so that a worker can exit."""
+    """Whether the run has finished or failed."""
 
 
 class EndEpisodeRequest(_OfAClaim):
@@ -508,7 +503,7 @@ class EndEpisodeRequest(_OfAClaim):
 
     task_id: str = Field(default="", max_length=limits.ID_CHARS)
     """The task, if the program chose it, as AgentJet's clients do. All results of a group must name the same
-    task, because their rewards are compared (409 otherwise).
+    task (409 otherwise).
     """
 
 
@@ -527,8 +522,8 @@ class CanContinueEpisodeResponse(Message):
     """Reply to `/can_continue_episode` and `/heartbeat_episode`."""
 
     can_continue: bool
-    """Whether the server would accept a result of this claim now. For `/can_continue_episode`, also whether
-    it could still train.
+    """Whether the server would accept a result now. For `/can_continue_episode`, also whether it could still
+    train.
     """
 
     reason: str = ""
@@ -538,7 +533,7 @@ class CanContinueEpisodeResponse(Message):
     """Whether the claim holds its lease, but its calls are too old to train."""
 
     policy_version_at_claim: int | None = None
-    """Policy version at the time of the claim."""
+    """Policy version at the claim."""
 
     policy_version: int | None = None
     """Current policy version."""
@@ -548,7 +543,7 @@ class AwaitRunEndRequest(Message):
     """`POST /await_run_end`."""
 
     client_uuid: EpisodeId
-    """Who asks. After the run, a stopping server waits briefly until recent callers have the answer."""
+    """Who asks. A stopping server waits briefly until recent callers have the answer."""
 
     wait_s: float = Field(default=0.0, ge=0, le=limits.WAIT_S.limit)
     """Seconds that the server may wait for the run's end."""
@@ -558,14 +553,14 @@ class AwaitRunEndResponse(Message):
     """Reply to `/await_run_end`."""
 
     run_finished: bool
-    """Whether the run is over: no more episodes, and results no longer count."""
+    """Whether the run is over, and results no longer count."""
 
     fail_cause: str = ""
     """Why: `The run is finished.`, or the reason for its failure."""
 
 
 class EpisodeCounts(Message):
-    """Episodes by state. `accepted` only grows; `failed` shrinks when an episode is retried."""
+    """Episodes by state. `accepted` only grows; retries shrink `failed`."""
 
     registered: int = 0
     """Waiting for a client."""
@@ -574,7 +569,7 @@ class EpisodeCounts(Message):
     """Held by a client."""
 
     ended: int = 0
-    """With a result that the trainer has not used yet."""
+    """With a result that the trainer has not used."""
 
     accepted: int = 0
     """With a result that the trainer has used or left out."""
@@ -584,13 +579,11 @@ class EpisodeCounts(Message):
 
 
 class _ShownEpisode(Message):
-    """An episode, without secrets."""
-
     episode_uuid: str
     """Uuid of the episode."""
 
     group_id: str = ""
-    """The group within which the episode is compared."""
+    """The group within which rewards are compared."""
 
     episode_type: EpisodeType
     """Whether the result may train."""
@@ -618,10 +611,10 @@ class EpisodeStatus(_ShownEpisode):
     """Always empty (first version)."""
 
     latest_activity_timestamp: float = 0.0
-    """Unix time of the last activity; 0 before the first claim."""
+    """Unix time of the last activity, or 0."""
 
     allow_discard_timeout: float = 0.0
-    """Lease of the last claim in seconds; 0 before the first."""
+    """Lease of the last claim in seconds."""
 
     discard_episode_timeout: float = 0.0
     """First version's name of the same number."""
@@ -653,14 +646,14 @@ class GetEpisodeBufferResponse(Message):
     """A page of episodes."""
 
     buffer: list[EpisodeStatus]
-    """Episodes that the trainer has not used yet, in order of registration."""
+    """Episodes that the trainer has not used, in order of registration."""
 
     next: int | None = None
     """`after` for the next page; null on the last."""
 
 
 class FailedEpisodesResponse(Message):
-    """`GET /failed_episodes`: the dead letters, with the reason for every failed attempt."""
+    """`GET /failed_episodes`: the dead letters, with each failed attempt."""
 
     episodes: list[EpisodeStatus]
     """Failed episodes that were not dropped, in order of registration."""
@@ -690,8 +683,6 @@ class FailedEpisodesReply(Message):
 
 
 class _EngineState(Message):
-    """The engine's state and the number of episodes."""
-
     engine_status: EngineStatus
     """Episodes are handed out in ENGINE.ROLLING."""
 
@@ -705,7 +696,7 @@ class _EngineState(Message):
     """Whether a trainer is connected."""
 
     run_finished: bool = False
-    """Whether the trainer has finished its run. Claims are then answered at once."""
+    """Whether the run has finished. Claims are then answered at once."""
 
     failure: str = ""
     """Why the trainer failed."""
@@ -721,7 +712,7 @@ class EngineStatusResponse(_EngineState):
     """Name of the model; empty before the first trainer connects."""
 
     pools: dict[str, EpisodeCounts] = Field(default_factory=dict[str, EpisodeCounts])
-    """Episodes by pool and state. The trainer's pool has an empty name."""
+    """Episodes by pool (empty: the trainer's) and state."""
 
     waiting_clients: int = 0
     """Clients waiting in a claim request."""
@@ -730,7 +721,7 @@ class EngineStatusResponse(_EngineState):
     """Clients with a claim."""
 
     quarantined: dict[str, str] = Field(default_factory=dict[str, str])
-    """Client -> why it gets no episodes: its attempts only fail, while other clients' succeed."""
+    """Client -> why it gets no episodes."""
 
 
 class FleetClaim(_ShownEpisode):
@@ -746,13 +737,13 @@ class FleetClaim(_ShownEpisode):
     """Seconds since the claim was made."""
 
     lease_left_s: float
-    """Seconds until it expires without activity. A running model call is activity."""
+    """Seconds until it expires without activity, such as a running call."""
 
     calls_in_flight: int
     """Model calls being answered."""
 
     policy_version: int
-    """Policy version at the time of the claim."""
+    """Policy version at the claim."""
 
 
 class FleetClient(Message):
@@ -768,23 +759,23 @@ class FleetClient(Message):
     """Attempts with a result since the server started."""
 
     failed: int = 0
-    """Failed attempts since the server started, including expired leases."""
+    """Failed attempts since then, including expired leases."""
 
     episodes_per_min: float = 0.0
-    """Attempts that ended per minute since the client was first seen."""
+    """Attempts that ended per minute."""
 
     idle_s: float | None = None
-    """Seconds since it last claimed or finished an episode; null: not since the server started."""
+    """Seconds since it last claimed or finished an episode; null: not since the start."""
 
     quarantined: str = ""
-    """Why it gets no episodes (its attempts only fail, while other clients' succeed)."""
+    """Why it gets no episodes: its attempts only fail, while other clients' succeed."""
 
 
 class DeadLetter(_ShownEpisode):
     """An episode that used up its attempts or was cancelled."""
 
     failures: list[Failure]
-    """Why its last attempts (at most 10) failed. Messages are cut at 2,000 characters."""
+    """Why its last attempts (at most 10) failed, with messages cut at 2,000 characters."""
 
     acknowledged: bool
     """Whether the trainer has closed the episode's group."""
@@ -797,7 +788,7 @@ class DeadLetter(_ShownEpisode):
 
 
 class FleetTotals(Message):
-    """Full lengths of the lists in `/fleet`, which are cut."""
+    """Full lengths of the lists in `/fleet`."""
 
     claims: int
     """Claims that hold their lease."""
@@ -813,7 +804,7 @@ class FleetTotals(Message):
 
 
 class FleetResponse(_EngineState):
-    """`GET /fleet`: who works on what, and what went wrong. Contains no secrets."""
+    """`GET /fleet`: who works on what, and what went wrong, without secrets."""
 
     waiting_clients: int
     """Clients that wait for an episode and hold none."""
@@ -835,10 +826,10 @@ class FleetResponse(_EngineState):
 
 
 class StopClientRequest(Message):
-    """`POST /stop_client`: give a client no more episodes, and requeue the ones it holds."""
+    """`POST /stop_client`: give a client no more episodes, and requeue its own."""
 
     client_uuid: EpisodeId
-    """The client; `NAME/` means all programs of a client with its own token."""
+    """The client; `NAME/` means all programs with this token."""
 
 
 class StartEngineRequest(Message):
@@ -889,7 +880,7 @@ class ReadyResponse(Message):
     """Always `ready`."""
 
     epoch: int
-    """Rank among servers that share a database; the highest serves. 0 with SQLite."""
+    """Among servers that share a database, the highest serves. 0 with SQLite."""
 
 
 class HealthResponse(Message):
@@ -909,11 +900,10 @@ class RefusalResponse(Message):
     """Always false."""
 
     failure_reason: str
-    """What was wrong, with the value and the remedy."""
+    """What was wrong, and the remedy."""
 
 
 def total_reward(output: WorkflowOutput) -> float | None:
-    """Return None without any reward."""
     reward = output.reward
     if reward is None and not output.call_rewards:
         return None
@@ -922,7 +912,7 @@ def total_reward(output: WorkflowOutput) -> float | None:
 
 
 def own_clients(trainer_id: str) -> str:
-    """Return the prefix of the `client_uuid` of this trainer's own workers."""
+    """Return the `client_uuid` prefix of this trainer's own workers."""
     return f"worker-{trainer_id[:8]}-"
 
 
@@ -935,8 +925,8 @@ def bounded(name: str, value: float, bound: float = MAX_REWARD, setting: str = "
 
 
 def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
-    """Return the episode's reward. Raises ValueError with the field if it is missing, or if a reward or
-    metric is out of bounds.
+    """Return the episode's reward. Raises ValueError if it is missing, or a reward or metric is out of
+    bounds.
     """
     reward = total_reward(output)
     if reward is None:
@@ -965,7 +955,6 @@ def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
 
 
 def json_object(value: Any) -> dict[str, JsonValue]:
-    """Raise ValueError unless `value` is a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {type(value).__name__}")
     return value

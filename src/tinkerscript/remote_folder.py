@@ -1,11 +1,11 @@
 """Mirror a run's folder at a URL.
 
-A run with `experiment_dir: s3://...` works in a local folder. At each checkpoint and at the end, a thread
-copies everything new with fsspec and deletes checkpoints that are gone here. The next copy, or `--resume`,
-repeats a failed one.
+A run with `experiment_dir: s3://...` works in a local folder. At each checkpoint and the end, a thread copies
+everything new with fsspec and deletes checkpoints that are gone here. The next copy, or `--resume`, repeats a
+failed one.
 
-A checkpoint at the URL is complete once it has a `manifest.json`, with sizes and digests. The ledger goes
-first, so it covers every checkpoint there.
+A checkpoint is complete there once it has a `manifest.json`, with sizes and digests. The ledger goes first,
+so it covers every checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 ROLES = "roles"
 
-# A run needs them to resume, with ledger and checkpoints.
+# A run needs them to resume.
 BEGUN = (CONFIG_FILE, RUN_ID, "sft_data.json")
 
 METRICS_FILE = "metrics.jsonl"
@@ -53,7 +53,7 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 def is_url(text: str) -> bool:
-    """A `tinker://` path is not a folder's URL: it names a service's weights."""
+    """`tinker://` names a service's weights."""
     return _URL.fullmatch(text) is not None
 
 
@@ -62,7 +62,7 @@ def name_of(url: str) -> str:
 
 
 class RemoteFolder:
-    """A folder at a URL. Methods block and raise OSError or other file system errors."""
+    """Methods block and raise OSError or other file system errors."""
 
     def __init__(self, url: str) -> None:
         """Raises ConfigError if fsspec is missing or lacks the protocol."""
@@ -98,7 +98,7 @@ class RemoteFolder:
         return f"{self._root}/{name}".rstrip("/")
 
     def sizes(self, folder: str) -> dict[str, int | None]:
-        """Return the sorted entries with sizes in bytes, empty for a missing folder."""
+        """Return the sorted entries with sizes in bytes."""
         with suppress(FileNotFoundError):
             found = self._files.ls(self._at(folder), detail=True)
             return {name_of(each["name"]): each["size"] for each in sorted(found, key=lambda e: e["name"])}
@@ -108,7 +108,6 @@ class RemoteFolder:
         return list(self.sizes(folder))
 
     def manifest(self, checkpoint: str) -> dict[str, Any]:
-        """Return the manifest, empty for an incomplete checkpoint."""
         with suppress(FileNotFoundError):
             return json.loads(self.read(f"{checkpoint}/{MANIFEST}".lstrip("/")))
         return {}
@@ -157,7 +156,6 @@ class RemoteFolder:
             draft.rename(target)
 
     def remove(self, name: str) -> None:
-        """Remove the manifest first."""
         path = self._at(name)
         if self._files.exists(f"{path}/{MANIFEST}"):
             self._files.rm_file(f"{path}/{MANIFEST}")
@@ -177,9 +175,9 @@ def _description(path: Path) -> dict[str, object]:
 
 
 class Uploads:
-    """Copies a run in a thread. Use it as an async context manager.
+    """Copies a run in a thread, as an async context manager.
 
-    `finish` waits for all copies. Without it, as after an error, the exit waits up to `UPLOAD_STOP_S`.
+    `finish` waits for all copies. Without it, the exit waits up to `UPLOAD_STOP_S`.
     """
 
     def __init__(
@@ -198,7 +196,7 @@ class Uploads:
         self._error = ""
 
     async def __aenter__(self) -> Uploads:
-        """Raises ConfigError if the URL is not writable or contains another run."""
+        """Raises ConfigError for a URL that is not writable or has another run."""
         await asyncio.to_thread(self._begin)
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._run, args=(loop,), name="uploads", daemon=True).start()
@@ -267,8 +265,8 @@ class Uploads:
         self._ended.set_result(None)
 
     def _copy_all(self, *, is_last: bool) -> None:
-        # Copied after this, the ledger covers them. Roles come first, because the policy's checkpoint
-        # completes a step.
+        # The ledger, copied next, covers them. Roles come first, because the policy's checkpoint completes a
+        # step.
         local = [path.parent for path in (self._folder / CHECKPOINTS).rglob(MANIFEST)]
         checkpoints = sorted(local, key=lambda path: (-len(path.parts), path.name))
         self._copy_ledger()
@@ -299,7 +297,7 @@ class Uploads:
                 raise
 
     def _is_there(self, path: Path, name: str) -> bool:
-        # A final checkpoint there may be from an earlier end of the run.
+        # A final checkpoint there may be from an earlier end.
         there = self.remote.manifest(name) if _STEP.fullmatch(path.name) else {}
         there["files"] = {file: {"bytes": each["bytes"]} for file, each in there.get("files", {}).items()}
         return there == json.loads((path / MANIFEST).read_bytes())
@@ -310,7 +308,7 @@ class Uploads:
             return
         with tempfile.TemporaryDirectory(prefix=".copy-", dir=self._folder) as place:
             copy = Path(place) / LEDGER_FILE
-            # Only SQLite can copy consistently while the run keeps writing.
+            # Only SQLite copies consistently while the run writes.
             with closing(sqlite3.connect(ledger)) as run:
                 run.execute("VACUUM INTO ?", (str(copy),))
             self.remote.put(copy, LEDGER_FILE)
@@ -333,7 +331,7 @@ def _error_text(error: Exception) -> str:
 def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: None) -> Path:
     """Return a cached copy, fetched again if changed.
 
-    Raises ConfigError if the checkpoint is missing, incomplete or unreadable.
+    Raises ConfigError for a missing, incomplete or unreadable checkpoint.
     """
     remote = RemoteFolder(url)
     try:
@@ -346,20 +344,20 @@ def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: N
             remote.get_checkpoint("", folder)
     except ConfigError:
         raise
-    except Exception as error:  # fsspec's file systems raise many kinds.
+    except Exception as error:
         raise ConfigError(f"{url} cannot be read: {_error_text(error)}") from error
     return folder
 
 
 def local_checkpoint(name: str, *, note: Callable[[str], None] = lambda text: None) -> str:
-    """Fetch a checkpoint at a URL. Return other names unchanged. Raises ConfigError."""
+    """Fetch a checkpoint at a URL; return other names. Raises ConfigError."""
     return str(fetched_checkpoint(name, note=note)) if is_url(name) else name
 
 
 def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lambda text: None) -> Path:
     """Return a folder in `runs` with the run at a URL.
 
-    Raises ConfigError if the URL has no run, or if the run was continued elsewhere.
+    Raises ConfigError if there is no run, or it was continued elsewhere.
     """
     remote, folder = RemoteFolder(url), runs / name_of(url)
     try:
@@ -378,7 +376,7 @@ def resumable_folder(url: str, runs: Path, *, note: Callable[[str], None] = lamb
             _fetch_run(remote, folder)
     except ConfigError:
         raise
-    except Exception as error:  # fsspec's file systems raise many kinds.
+    except Exception as error:
         raise ConfigError(f"--resume: {url} cannot be read: {_error_text(error)}") from error
     return folder
 
@@ -389,7 +387,7 @@ def _fetch_run(remote: RemoteFolder, folder: Path) -> None:
     for name in (*BEGUN[1:], METRICS_FILE):
         with suppress(FileNotFoundError):
             (folder / name).write_bytes(remote.read(name))
-    # All steps are fetched: a copy deletes what is missing here, and the best may be old.
+    # Fetch all steps: a copy deletes what is missing here.
     roles = [f"{CHECKPOINTS}/{ROLES}/{role}" for role in remote.names(f"{CHECKPOINTS}/{ROLES}")]
     for step in remote.steps():
         for name in (f"{each}/step_{step:04d}" for each in (CHECKPOINTS, *roles)):

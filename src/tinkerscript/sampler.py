@@ -32,7 +32,7 @@ __all__ = [
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str
-    """In llguidance's Lark dialect, ending with an id that ends a turn."""
+    """In llguidance's Lark dialect, up to an id that ends a turn."""
 
     asked_by: str  # Names the request's field in errors.
 
@@ -46,27 +46,27 @@ class SampleRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = -1  # -1 means no limit.
     min_p: float = 0.0
-    """Minimum probability, relative to the most probable token's. 0: off."""
+    """Minimum probability relative to the highest; 0: off."""
 
     repetition_penalty: float = 1.0
-    """Divides the logits of tokens already in prompt or reply. 1: off."""
+    """Divides logits of tokens in prompt or reply; 1: off."""
 
     seed: int | None = None
     stop_token_ids: list[int] = []
     extra_stop_ids: list[int] = []  # These also end this reply.
-    stop: list[str] = []  # Sampling ends with the token that completes such a string.
+    stop: list[str] = []  # Sampling ends with the token that completes one.
     top_logprobs: int = 0  # Likely ids to report per position.
     constraint: Constraint | None = None
     stream: bool = False
     affinity: str = ""
-    """The calling episode. It lets a sampler use the machine with the cached earlier turns."""
+    """The calling episode, for the machine that cached its earlier turns."""
 
     role: str = ""  # Empty: the policy.
     sampled: int = 0
     """Number of the prompt's last ids that other weights sampled for this reply."""
 
     known: int = 0
-    """Number of the prompt's first ids that an earlier call recorded. Their experts are not returned."""
+    """Number of the prompt's first ids that an earlier call recorded, so their experts are not returned."""
 
 
 class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: bytes = b""  # float32 [R, request.top_logprobs]
 
     def span(self, start: int, end: int | None = None) -> dict[str, bytes]:
-        """Return the fields of tokens [start, end) for another struct."""
+        """The fields of tokens [start, end)."""
         top = len(self.top_ids) // (len(self.sampled) or 1)
         one = slice(4 * start, None if end is None else 4 * end)
         each = slice(4 * top * start, None if end is None else 4 * top * end)
@@ -93,7 +93,7 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
 class SampledSequence(SampledTokens, frozen=True, kw_only=True):
     stop_reason: StopReason
     constrained: bytes = b""
-    """`TokenConstraint` per sampled id (uint8 [R]). Empty: no constraint, or an unknown effect."""
+    """`TokenConstraint` per sampled id (uint8 [R]). Empty: none, or an unknown effect."""
 
     experts: bytes = b""
     """Routers' choices (`Call.experts`) for the prompt from `SampleRequest.known` on and the R sampled ids.
@@ -104,27 +104,27 @@ class SampledSequence(SampledTokens, frozen=True, kw_only=True):
     """`Sampler.cut` ended it, so `stop_reason` means nothing."""
 
     spans: list[tuple[int, int]] = []
-    """Like `Call.spans`, but a cut sequence has an entry even for a single version."""
+    """Like `Call.spans`, but also for a cut sequence of one version."""
 
 
 class SampleResult(msgspec.Struct, frozen=True, kw_only=True):
     sequences: list[SampledSequence]
     policy_version: int  # Version of the first token's weights.
     policy_version_end: int | None = None
-    """Version of the last token's weights if they changed at an unknown token; otherwise None."""
+    """The last token's version if weights changed at an unknown token."""
 
     logprob_kind: LogprobKind = "processed"
     seed: int | None = None  # None means unknown.
 
 
 class Progress(SampledTokens, frozen=True, kw_only=True):
-    """Tokens since the last report, for display only. Reports may be late, repeated, or missing."""
+    """Tokens since the last report. Reports may be late, repeated, or missing."""
 
     index: int
     offset: int  # Tokens of the sequence before these.
 
 
-# Called on the event loop that awaits the sample. Must not block.
+# Called on the event loop. Must not block.
 ProgressCallback = Callable[[Progress], None]
 
 
@@ -139,7 +139,7 @@ class Sampler(ABC):
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Sample `request.num_samples` sequences.
 
-        Calls `progress`, if given, as tokens are sampled, unless the sampler cannot stream.
+        Calls `progress` as tokens are sampled, if it can stream.
 
         Raises GatewayError: 503 while the engine is unavailable, 504 without an answer in time, 400
         `context_length_exceeded` for a prompt that does not fit, 400 `unsupported_parameter`
@@ -147,15 +147,15 @@ class Sampler(ABC):
         """
 
     def cut(self) -> None:  # noqa: B027 (most samplers have fixed weights)
-        """End running samples, if possible, so that newly published weights continue them."""
+        """End running samples, if possible, so that new weights continue them."""
 
     def hold(self) -> AbstractContextManager[Sampler]:
-        """Return a sampler that keeps these weights while the context is open, unaffected by `cut`."""
+        """Return a sampler that keeps these weights in the context, despite `cut`."""
         return nullcontext(self)
 
 
 def fitted(request: SampleRequest, max_context: int, engine: str) -> SampleRequest:
-    """Shorten the reply to the context. Raises GatewayError 400 `context_length_exceeded` without room."""
+    """Shorten the reply to the context. Raises 400 `context_length_exceeded` without room."""
     length = len(request.prompt) // 4
     if length >= max_context:
         message = (

@@ -35,7 +35,7 @@ __all__ = [
 
 
 class ScriptedSampler(Sampler):
-    """Samples the ids that `script(prompt_ids)` returns, each with the logprob -0.5.
+    """Samples the ids that `script(prompt_ids)` returns, with logprobs of -0.5.
 
     Reports progress token by token. The likely ids are the sampled one and its successors. The script must
     respect constraints.

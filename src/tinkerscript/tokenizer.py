@@ -1,11 +1,11 @@
-"""`LightTokenizer`: a model folder's `tokenizer.json` with the methods that renderers call.
+"""`LightTokenizer`: a folder's `tokenizer.json` with the methods that renderers call.
 
-It needs only `tokenizers`, which keeps torch out of the gateway, and adds no BOS token.
+It needs only `tokenizers`, not torch, and adds no BOS token.
 
 Renderers pass message text and their own markup to one `encode`, which would turn `<|im_end|>` in a message
 into the token that ends a turn. So `SpecialTokenEscaper` marks special tokens in messages with U+FDD0, and
-`encode` treats them as ordinary text. No characters of messages change. Other tokens (Qwen3's `<think>`,
-`<tool_call>`, `<tool_response>`) end no turn and are encoded as usual.
+`encode` treats them as ordinary text, unchanged. Other tokens (Qwen3's `<think>`, `<tool_call>`,
+`<tool_response>`) end no turn and are encoded as usual.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tinkerscript.rollouts.call import vocabulary_fingerprint
 THINK_START, THINK_END = "<think>", "</think>"  # Qwen and most other models use these.
 
 MARK = "\ufdd0"  # A Unicode noncharacter.
-ESCAPED_MARK = "\\ufdd0"  # Some renderers write it; `encode` could not undo it.
+ESCAPED_MARK = "\\ufdd0"  # Some renderers write it; `encode` cannot undo it.
 
-_SHORT_TEXT = 12  # Shorter texts are cached: all prompts share role names and line breaks.
+_SHORT_TEXT = 12  # Shorter texts are cached: prompts share role names and line breaks.
 _SHORT_TEXTS = 1024
 _CONTEXT = 4096  # Characters to search for the last special token.
 
@@ -40,9 +40,7 @@ class SpecialTokenEscaper:
     def __init__(
         self, special: Iterable[str], *, lstrip: Collection[str] = (), rstrip: Collection[str] = ()
     ) -> None:
-        """`lstrip` and `rstrip` are special tokens that swallow the white space before or after them. No text
-        may be empty.
-        """
+        """`lstrip` and `rstrip` tokens swallow the white space before or after them. No text may be empty."""
         longest_first = sorted(special, key=len, reverse=True)
         as_json = [msgspec.json.encode(text)[1:-1] for text in (*longest_first, MARK)]
         self._found = re.compile(b"|".join(map(re.escape, as_json)))
@@ -56,7 +54,7 @@ class SpecialTokenEscaper:
         return self.marked([self._unescaped(message) for message in messages], messages)
 
     def marked(self, value: T, original: T) -> T:
-        """Mark special tokens. Returns `original` if there are none."""
+        """Mark special tokens. Returns `original` without any."""
         if not self._found.search(msgspec.json.encode(value)):
             return original
         return cast("T", _mapped(value, self._mark))
@@ -65,8 +63,8 @@ class SpecialTokenEscaper:
         return bool(self._special.fullmatch(token))
 
     def pieces(self, text: str) -> list[tuple[str, bool]]:
-        """Split into ordinary text without marks (False) and the renderer's special tokens (True), with the
-        white space they swallow.
+        """Split into unmarked text (False) and the renderer's special tokens (True), with the white space
+        they swallow.
         """
         pieces: list[tuple[str, bool]] = []
         end = 0
@@ -80,7 +78,6 @@ class SpecialTokenEscaper:
         return self._special.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
 
     def _unescaped(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Rewrite arguments in which JSON escapes hide a special token."""
         calls = message.get("tool_calls") or ()
         if not any("\\u" in call["function"]["arguments"] for call in calls):
             return message
@@ -142,7 +139,7 @@ class LightTokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return ids [N]. Special tokens count unless `escaper` marked them."""
+        """Return ids [N]. Special tokens count unless marked."""
         if MARK in text:
             return self._encode_marked(text)
         if len(text) <= _SHORT_TEXT and not add_special_tokens:
@@ -160,7 +157,6 @@ class LightTokenizer:
         return self._encode_marked(text, continues=True)
 
     def _encode_marked(self, text: str, *, continues: bool = False) -> list[int]:
-        """`continues`: the text follows other tokens."""
         ids: list[int] = []
         for piece, special in self.escaper.pieces(text):
             plain = self._plain_continuing if ids or continues else self._plain
@@ -195,7 +191,7 @@ class LightTokenizer:
     ) -> str:
         """Decode ids. Invalid UTF-8 becomes U+FFFD.
 
-        Raises ValueError for `clean_up_tokenization_spaces`, because text is never altered.
+        Raises ValueError for `clean_up_tokenization_spaces`.
         """
         if clean_up_tokenization_spaces:
             raise ValueError("clean_up_tokenization_spaces=True would alter the text")
@@ -217,7 +213,7 @@ class LightTokenizer:
         return vocabulary_fingerprint(self._tokenizer.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """Return a token's bytes, perhaps part of a UTF-8 character."""
+        """A token's bytes, perhaps part of a UTF-8 character."""
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None or not self._byte_of_char:
             return None

@@ -3,7 +3,7 @@
 vLLM loads it by the entry point in `vllm.general_plugins`. TINKERSCRIPT_ADAPTERS names a folder or URL (with
 the bearer token TINKERSCRIPT_ADAPTERS_TOKEN) with a folder per version; without it, the plugin is inactive.
 Adapters load on request, full weights by `--weight-transfer-config '{"backend": "tinkerscript"}'`. vLLM loads
-the very bytes that were hashed: files are read once.
+the very bytes that were hashed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADAPTERS_TOKEN = "TINKERSCRIPT_ADAPTERS_TOKEN"
 
 ADAPTER_FILE = "adapter_config.json"
 
-# JSON with the SHA-256 of a version's files. The version's name ends with this file's digest.
+# SHA-256 of a version's files. The version's name ends with this file's digest.
 DIGESTS = "digests.json"
 
 TRANSFER = "tinkerscript"
@@ -47,7 +47,7 @@ def is_version(name: str) -> bool:
 
 
 def write_manifest(folder: Path) -> str:
-    """Write the weights' manifest. Returns the digest for their name."""
+    """Write the manifest; return its digest."""
     digests: dict[str, str] = {}
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob(ADAPTER_FILE))):
         with path.open("rb") as file:
@@ -71,7 +71,7 @@ class WeightSource:
         self._own.cleanup()
 
     def fetch(self, name: str) -> Path | None:
-        """Return a checked copy of an adapter, or None if it is not ours or does not exist.
+        """Return a checked copy of an adapter, or None if it is foreign or missing.
 
         Raises WrongWeightsError, OSError and httpx.HTTPError.
         """
@@ -98,7 +98,7 @@ class WeightSource:
             yield file, content
 
     def verify(self, name: str) -> None:
-        """Raise like `files_of`. At a URL, check only the manifest, to avoid downloading everything twice."""
+        """Raise like `files_of`. At a URL, check only the manifest, to download once."""
         if self._place.startswith("http"):
             self._manifest(name)
         else:
@@ -113,7 +113,6 @@ class WeightSource:
         return json.loads(content)
 
     def _read(self, name: str, file: str) -> bytes:
-        """Raises FileNotFoundError."""
         if not self._place.startswith("http"):
             return (Path(self._place) / name / file).read_bytes()
         url = f"{self._place.rstrip('/')}/{name}/{file}"

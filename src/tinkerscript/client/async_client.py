@@ -99,7 +99,7 @@ class AsyncTinkerScriptClient:
             return self._settings
 
     def with_timeout(self, timeout_s: float | None) -> AsyncTinkerScriptClient:
-        """Return the same client with separate connections and another `timeout_s`."""
+        """Return a copy with its own connections and this `timeout_s`."""
         given = self.settings
         return AsyncTinkerScriptClient(
             given.server_url,
@@ -141,9 +141,9 @@ class AsyncTinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> list[AsyncClaimedEpisode]:
-        """Claim 1 to `max_episodes` (at most 256) with one request, waiting until there is one.
+        """Claim up to `max_episodes` (at most 256) with one request.
 
-        Raises the same errors as `begin_episode`.
+        Waits and raises like `begin_episode`.
         """
         claims = await self.claim(max_episodes, episode_type, wait_s, pool=pool)
         return [AsyncClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]
@@ -151,7 +151,6 @@ class AsyncTinkerScriptClient:
     async def claim(
         self, max_episodes: int, episode_type: ClaimType, wait_s: float | None, *, pool: str
     ) -> list[dict[str, Any]]:
-        """Claim like `begin_episodes`, and return the arguments of `Episode`."""
         claiming = self._operations.begin_episodes(max_episodes, episode_type, wait_s, pool=pool)
         return [episode_fields(claim, self.settings) for claim in await self._run(claiming)]
 
@@ -166,10 +165,10 @@ class AsyncTinkerScriptClient:
     ) -> list[str]:
         """Register a group of `group_size` episodes with this `payload` in the client's own `pool`.
 
-        `task_id` names the sample. The returned uuids are derived from the pool, `task_id` and `round`, so
-        registering the same group again adds nothing, even from a later process; use another `round` for
-        another pass. Waits while the pool's quota is used up. Raises ValueError, RequestRefusedError (409 if
-        the payload differs), ServerUnreachableError.
+        The returned uuids depend on the pool, `task_id` (the sample's name) and `round`: registering a group
+        again adds nothing, even from a later process; another `round` makes another pass. Waits while the
+        pool's quota is used up. Raises ValueError, RequestRefusedError (409 if the payload differs),
+        ServerUnreachableError.
         """
         return await self._run(
             self._operations.register_episode(
@@ -185,9 +184,9 @@ class AsyncTinkerScriptClient:
         episode_type: EpisodeType = "train",
         round: str = "",
     ) -> dict[str, list[str]]:
-        """Register a group per sample (task id -> payload), and return the uuids by task id.
+        """Register a group per sample (task id -> payload) with few requests. Returns uuids by task id.
 
-        Equivalent to `register_episode` for each, with fewer requests.
+        Waits and raises like `register_episode`.
         """
         return await self._run(
             self._operations.register_episodes(
@@ -215,9 +214,9 @@ class AsyncTinkerScriptClient:
         """Hand in the episode's result and return once it is stored. Safe to repeat.
 
         `rewards` are for single model calls by the `id` of the reply, added to those given to
-        `Episode.reward`. The episode's reward is their sum plus `reward`, which is then optional. Raises
-        ClaimLostError, ValueError for a reward that is missing or above 1e6 in magnitude,
-        ServerUnreachableError or RequestRefusedError.
+        `Episode.reward`. The episode's reward is their sum plus `reward`, then optional. Raises
+        ClaimLostError, ServerUnreachableError, RequestRefusedError, and ValueError for a reward that is
+        missing or above 1e6 in magnitude.
         """
         await self._run(
             self._operations.end_episode(
@@ -239,7 +238,7 @@ class AsyncTinkerScriptClient:
         await self._run(self._operations.abort_episode(episode, reason, kind))
 
     async def can_continue_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
-        """Renew the claim; return whether the episode still counts, and if not, why."""
+        """Renew the claim; return whether it still counts, and why not."""
         return await self._run(self._operations.can_continue_episode(episode))
 
     async def heartbeat_episode(self, episode: Episode) -> CanContinueEpisodeResponse:
@@ -250,7 +249,7 @@ class AsyncTinkerScriptClient:
         return await self._run(self._operations.heartbeat_episode(episode))
 
     async def get_engine_status(self) -> EngineStatusResponse:
-        """Return what the engine does, the policy version, and the number of episodes in each state."""
+        """Return the engine's state, the policy version, and episode counts by state."""
         return await self._run(self._operations.get_engine_status())
 
     async def get_batch_progress(self) -> BatchProgressResponse:
@@ -260,14 +259,13 @@ class AsyncTinkerScriptClient:
     async def await_run_end(self, wait_s: float | None = None) -> bool:
         """Wait up to `wait_s` seconds (None: no limit) for the run to finish; return whether it has.
 
-        For programs that work on one episode for long; `begin_episode` notices the end by itself. Raises
-        RunFailedError, RequestRefusedError (404 from a server
-        that is too old) or ServerUnreachableError.
+        Use it while one episode takes long; `begin_episode` notices the end by itself. Raises RunFailedError,
+        RequestRefusedError (404 from a server that is too old) or ServerUnreachableError.
         """
         return await self._run(self._operations.await_run_end(wait_s))
 
     async def is_episode_claimed(self, episode_uuid: str) -> bool:
-        """Return whether a client holds the episode at this moment."""
+        """Return whether a client holds the episode now."""
         return await self._run(self._operations.is_episode_claimed(episode_uuid))
 
     async def replay_latest_llm_call(self, episode: Episode) -> ReplayLatestCallResponse:
@@ -291,7 +289,7 @@ class AsyncTinkerScriptClient:
         await self._run(self._operations.start_engine(force_restart=force_restart))
 
     async def stop_engine(self) -> None:
-        """Ask the trainer to end its run in an orderly way. Raises RequestRefusedError without one."""
+        """Ask the trainer to end its run. Raises RequestRefusedError if there is no trainer."""
         await self._run(self._operations.stop_engine())
 
     async def failed_episodes(self) -> list[EpisodeStatus]:
@@ -307,7 +305,7 @@ class AsyncTinkerScriptClient:
         return await self._run(self._operations.each_failed_episode("drop", episode_uuids))
 
     async def close(self) -> None:
-        """Close the connections. Pending calls raise ClientClosedError at once."""
+        """Close the connections. Pending calls raise ClientClosedError."""
         self._closing.set()
         if self._http is not None:
             await self._http.aclose()
@@ -326,7 +324,7 @@ class AsyncTinkerScriptClient:
     async def held(self, episode: Episode, *, heartbeat: bool) -> AsyncGenerator[None]:
         """Renew the claim while this block runs, and give the episode back unless the block ends it.
 
-        The block of a claimed episode does this itself; use this for other `Episode`s.
+        The block of a claimed episode does this itself.
         """
         try:
             if heartbeat:
@@ -340,7 +338,7 @@ class AsyncTinkerScriptClient:
         await self.finish_block(episode)
 
     async def finish_block(self, episode: Episode, error: BaseException | None = None) -> None:
-        """Give an episode back after its block raised `error` or ended without a result."""
+        """Give the episode back unless its block ended it."""
         if episode.lease.is_over:
             return
         if error is None:
@@ -385,7 +383,6 @@ class AsyncTinkerScriptClient:
                 raise ClientClosedError(CLOSED)
 
     async def send(self, request: HttpRequest) -> Reply:
-        """Send one request of an operation."""
         if self._closing.is_set():
             raise ClientClosedError(CLOSED)
         try:
@@ -407,7 +404,7 @@ class AsyncTinkerScriptClient:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncClaimedEpisode(Episode):
-    """An episode to use in an `async with` block, which renews the claim and gives it back on errors."""
+    """An episode to use in an `async with` block; see `begin_episode`."""
 
     client: AsyncTinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)
@@ -433,8 +430,6 @@ class AsyncClaimedEpisode(Episode):
 
 @dataclass(frozen=True, kw_only=True)
 class _OnThread(Episode):
-    """An episode in a plain function on its own thread, with requests made on `loop`."""
-
     whole: AsyncClaimedEpisode = field(repr=False, compare=False)
     loop: asyncio.AbstractEventLoop = field(repr=False, compare=False)
 

@@ -1,7 +1,7 @@
-"""`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it during a rollout.
+"""`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it.
 
-Invariants: a lease changes once, from held to lost or settled. While a result is being handed in, a
-heartbeat's "lost" is ignored, because the answer to the result decides.
+Invariants: a lease changes once, from held to lost or settled. A heartbeat's "lost" is ignored while a result
+is being handed in.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class Lease:
         return self._settled or bool(self._lost_because)
 
     def lose(self, reason: str) -> None:
-        # While a result is being handed in, the answer to it decides.
         with self._lock:
             if not self._settling and not self._settled:
                 self._lost_because = self._lost_because or reason or "the server gave no reason"
@@ -88,10 +87,10 @@ class Lease:
 
 @dataclass(frozen=True)
 class EpisodeModelAddress:
-    """How to call one model of a claim with a client of OpenAI's format."""
+    """How an OpenAI client calls one model of a claim."""
 
     base_url: str  # Ends in `/v1`.
-    api_key: str = field(repr=False)  # The same for all of the claim's models.
+    api_key: str = field(repr=False)
     name: str  # The `model` field of requests.
 
 
@@ -116,7 +115,7 @@ class Episode:
 
     client_uuid: str = ""
     policy_version: int | None = None
-    """The policy version at the time of the claim."""
+    """The version at the time of the claim."""
 
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
     """Seconds without a model call or heartbeat after which the claim expires."""
@@ -132,24 +131,22 @@ class Episode:
 
     run: str = ""
     server_url: str = ""
-    """The claim's other endpoints; the gateway process only answers model calls."""
+    """For requests other than model calls, which go to the gateway process."""
 
     lease: Lease = field(default_factory=Lease, repr=False, compare=False)
-    """What this process knows about the claim."""
-
     call_rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False, compare=False)
     """Rewards by call id, handed in with the result."""
 
     @property
     def anthropic_base_url(self) -> str:
-        """For Anthropic's clients, which append `/v1/messages`. The key is the same."""
+        """For Anthropic's clients, which append `/v1/messages`."""
         return self.openai_base_url.removesuffix("/v1")
 
     @property
     def lost(self) -> bool:
         """Whether the server said that a result of this claim no longer counts.
 
-        In a long computation, poll it or call `check`. An `async with` block is cancelled when a heartbeat
+        Poll it or call `check` in a long computation. An `async with` block is cancelled when a heartbeat
         learns of the loss, and raises ClaimLostError.
         """
         return bool(self.lease.lost_because)
@@ -162,10 +159,9 @@ class Episode:
         """Reward one model call of the policy, by the `id` of its reply or `last`, in addition to the
         episode.
 
-        Rewards of a call add up, and are handed in with the result. In an async program, await this before
-        the next call. Raises ValueError for a reward above 1e6 in magnitude; the server refuses the result
-        for an unknown call. For `last`: RequestRefusedError (404) before the first call, and
-        ServerUnreachableError.
+        Rewards of a call add up. In an async program, await this before the next call. Raises ValueError for
+        a reward above 1e6 in magnitude, and for `last`, RequestRefusedError (404) before the first call and
+        ServerUnreachableError. The server refuses the result for an unknown call.
         """
         if call == LAST:
             raise ValueError(
@@ -175,11 +171,10 @@ class Episode:
         self.call_rewards[name] = self.call_rewards.get(name, 0.0) + earned
 
     def on_thread(self, loop: asyncio.AbstractEventLoop) -> Episode:
-        """The episode for a plain function on a thread, with a client that runs on `loop`."""
         return self
 
     def check(self) -> None:
-        """Raise ClaimLostError if the claim is known to be lost. Sends nothing."""
+        """Raise ClaimLostError if `lost`. Sends nothing."""
         if self.lost:
             raise ClaimLostError(self.lease.lost_because)
 
@@ -221,8 +216,8 @@ class HeldClaim:
 
     @asynccontextmanager
     async def cancelling_the_block(self) -> AsyncGenerator[None]:
-        """Cancel this block, and raise ClaimLostError, when a heartbeat learns that the claim is lost."""
-        scope = asyncio.timeout(None)  # It cancels the block and recognizes its own cancellation.
+        """Cancel this block and raise ClaimLostError when a heartbeat learns of the loss."""
+        scope = asyncio.timeout(None)  # Recognizes its own cancellation.
         try:
             async with scope:
                 self.on_lost = lambda: scope.reschedule(0.0)
@@ -255,7 +250,7 @@ class Heartbeats:
 
     @contextmanager
     def holding(self, episode: Episode) -> Generator[HeldClaim]:
-        """Renew `episode` while this block runs. Call it on the event loop of `run`."""
+        """Renew `episode` in this block, on the event loop of `run`."""
         held = HeldClaim(episode)
         self._schedule(held)
         try:
@@ -315,7 +310,6 @@ RolloutFunction = Callable[[Episode], RolloutResult] | Callable[[Episode], Await
 
 
 def as_output(result: object) -> WorkflowOutput:
-    """Raises TypeError, naming the type, for anything else."""
     if isinstance(result, WorkflowOutput):
         return result
     if isinstance(result, int | float):
@@ -331,7 +325,7 @@ def as_output(result: object) -> WorkflowOutput:
 
 
 async def run_rollout(rollout: RolloutFunction, held: HeldClaim) -> object:
-    """Raises the rollout's exceptions, or ClaimLostError if a heartbeat learns of that."""
+    """Raises the rollout's exceptions, or ClaimLostError if a heartbeat learns of the loss."""
     if _is_async(rollout):
         result: object = None
         async with held.cancelling_the_block():

@@ -1,7 +1,7 @@
 """Requests to the interchange server without the I/O: retries, refusals, lost claims.
 
-An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, receives the `Reply`
-(None after a `Wait`), and returns the operation's result, or raises.
+An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, receives the `Reply`,
+and returns the result.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class HttpRequest:
     method: str
     path: str
     body: bytes | None
-    timeout_s: float  # For the reply.
+    timeout_s: float
     key: str | None = field(default=None, repr=False)  # The claim's key, in place of the client's token.
 
     @property
@@ -56,7 +56,6 @@ class HttpRequest:
 
 
 def post(path: str, message: BaseModel, *, hold_s: float = 0.0, key: str | None = None) -> HttpRequest:
-    # The server may hold the request for `hold_s` seconds.
     return HttpRequest("POST", path, message.model_dump_json().encode(), hold_s + REPLY_TIMEOUT_S, key)
 
 
@@ -103,8 +102,6 @@ Operation: TypeAlias = Generator[HttpRequest | Wait, Reply, T]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The clock (seconds, monotonic) and the randomness of delays."""
-
     clock: Callable[[], float] = time.monotonic
     uniform: Callable[[float, float], float] = random.uniform
 
@@ -117,10 +114,9 @@ class Timing:
 def respond(
     request: HttpRequest, *, timeout_s: float | None, timing: Timing, max_delay_s: float = math.inf
 ) -> Operation[Response]:
-    """Send `request` until the server gives a definite response.
+    """Send `request` until the server gives a definite response, at least every `max_delay_s` seconds.
 
-    Tries at least every `max_delay_s` seconds. Raises ServerUnreachableError after `timeout_s` seconds (None:
-    never).
+    Raises ServerUnreachableError after `timeout_s` seconds (None: never).
     """
     failures, failing_since, warn_at = 0, 0.0, 0.0
     while True:

@@ -1,8 +1,7 @@
 """The client's requests to the interchange server, one `Operation` per method, without I/O.
 
 Invariant: operations may be repeated. A claim keeps its `claim_request_id` until it has a definite answer, so
-a retry returns the claim of the lost reply. Uuids of registered episodes are derived from the pool, the
-task id, the round and the place in the group, so registering a group again gives the same group.
+a retry returns the claim of the lost reply. Uuids of registered episodes are derived from their arguments.
 """
 
 from __future__ import annotations
@@ -218,7 +217,6 @@ class Operations:
         log_metrics: dict[str, float] | None = None,
         role_rewards: dict[str, float] | None = None,
     ) -> Operation[None]:
-        """Raises ValueError for a reward that is missing or out of bounds."""
         output = workflow_output(
             reward,
             is_success=is_success,
@@ -285,8 +283,6 @@ class Operations:
         request = HttpRequest("GET", "/get_batch_progress", None, REPLY_TIMEOUT_S)
         return self._ask(request, BatchProgressResponse.model_validate_json)
 
-    # These need the admin's token.
-
     def sync_train_config(self, yaml_as_string: str) -> Operation[None]:
         message = SyncTrainConfigRequest(yaml_as_string=yaml_as_string)
         return self._ask(post("/sync_train_config", message), _read_success)
@@ -318,7 +314,6 @@ class Operations:
         return self._ask(request, EngineStatusResponse.model_validate_json)
 
     def await_run_end(self, wait_s: float | None) -> Operation[bool]:
-        """Return whether the run finished within `wait_s` seconds. Raises RunFailedError."""
         started, asked = self.timing.clock(), 0
         while True:
             left_s = math.inf if wait_s is None else max(0.0, wait_s - (self.timing.clock() - started))

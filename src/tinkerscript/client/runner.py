@@ -101,7 +101,7 @@ class Runner:
         """Configure a run. Raises ValueError for a number out of range.
 
         If its claim is lost, an async rollout is cancelled. A plain function cannot be stopped, but its model
-        calls are refused, and it can check `episode.lost` or call `episode.check()`.
+        calls are refused, and it can call `episode.check()`.
 
         Args:
             rollout: The function to run for each episode, plain or async.
@@ -139,7 +139,6 @@ class Runner:
         self.has_failed = False
         self._idle = 0
 
-        # Other runs may use the same client.
         self._counts = dict.fromkeys(RunStatistics.__slots__, 0)
 
     def statistics(self) -> RunStatistics:
@@ -148,15 +147,14 @@ class Runner:
     def stop(self, *, grace_s: float | None = None) -> None:
         """Stop claiming, finish claimed episodes within `grace_s` seconds, and hand back the rest.
 
-        Call this on the run's event loop.
+        Call it on the run's event loop.
         """
         if grace_s is not None:
             self._grace_s = min(grace_s, self._grace_s)
         self._stopping.set()
 
     async def run(self) -> RunStatistics:
-        """Work until stopped, until `max_episodes` are done or the run finishes, or the server is gone too
-        long.
+        """Work until stopped, `max_episodes` are done, the run finishes, or the server is gone too long.
 
         Raises ServerUnreachableError or RequestRefusedError if no episode can be claimed, and WrongTaskError
         if the rollout raises it.
@@ -371,7 +369,7 @@ def run(
 ) -> RunStatistics:
     """Run `rollout` over the server's episodes until SIGTERM, SIGINT or `should_stop` ends the run.
 
-    Takes and raises the same as `Runner`. In a program with an event loop, use `await Runner(...).run()`.
+    It takes and raises the same as `Runner`. In a program with an event loop, use `await Runner(...).run()`.
     Signals are handled only on the main thread.
     """
     runner = Runner(
@@ -397,8 +395,8 @@ async def stopped_by_signals(
 ) -> RunStatistics:
     """Run `runner`; on the main thread, SIGTERM and SIGINT stop it gracefully.
 
-    `first` is called with the first signal and `second` with the next, even while a rollout blocks the event
-    loop; by default, the second has its usual effect.
+    The first signal calls `first`, and the next calls `second`, even while a rollout blocks the event loop.
+    By default, the second has its usual effect.
     """
     loop = asyncio.get_running_loop()
     received = list[signal.Signals]()

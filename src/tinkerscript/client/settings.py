@@ -1,8 +1,5 @@
-"""`ClientSettings`: the server, the client's identity and timeouts, and its connections.
-
-The environment may set the server's URL (TINKERSCRIPT_SERVER_URL), the client's token
-(TINKERSCRIPT_CLIENT_TOKEN, or the path of a file in TINKERSCRIPT_CLIENT_TOKEN_FILE), and certificates to
-trust (TINKERSCRIPT_CA_FILE). Tokens are never logged.
+"""`ClientSettings`: the server, the client's identity and timeouts, and its connections. Tokens are never
+logged.
 """
 
 from __future__ import annotations
@@ -40,13 +37,9 @@ class ClientSettings:
     """None if the server requires none."""
 
     timeout_s: float | None = DEFAULT_TIMEOUT_S
-    """Seconds to retry operations while the server is unreachable. None: no limit."""
-
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S
-    """Seconds without activity after which a claim's lease expires."""
-
     ca_file: str | None = None
-    """PEM file with certificates for an https:// server, in addition to the machine's."""
+    """PEM file with certificates, in addition to the machine's."""
 
     def __post_init__(self) -> None:
         checked_url(self.server_url)
@@ -56,9 +49,8 @@ class ClientSettings:
         return self.client_uuid
 
     def tls(self) -> ssl.SSLContext:
-        """Raises ValueError for certificates that cannot be read."""
         if not self.server_url.startswith("https://"):
-            # Plain http:// needs no certificates, and loading them takes time.
+            # Loading certificates takes time.
             return _no_certificates()
         try:
             return certificates(self.ca_file)
@@ -79,7 +71,6 @@ class ClientSettings:
 
 
 def checked_url(url: str) -> str:
-    """Raises ValueError if `url` is not an HTTP URL."""
     url = url.strip().rstrip("/")
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"server_url must start with http:// or https://, got {url!r}")
@@ -87,9 +78,9 @@ def checked_url(url: str) -> str:
 
 
 def url_of_run(folder: Path) -> str:
-    """Read the URL of the run's server from `server.json`. Raises ValueError if no server runs.
+    """Read the server's URL from `server.json`. Raises ValueError if no server runs.
 
-    Another user's file is refused, because it could name a server that should not get the token.
+    Another user's file is refused, because its server should not get the token.
     """
     path = folder / "server.json"
     try:
@@ -130,7 +121,6 @@ def make_settings(
     allow_discard_timeout: float = DEFAULT_ALLOW_DISCARD_TIMEOUT_S,
     ca_file: str | None = None,
 ) -> ClientSettings:
-    """Raises ValueError for a bad URL or token file."""
     return ClientSettings(
         checked_url(server_url),
         client_uuid or uuid4().hex,
@@ -142,7 +132,6 @@ def make_settings(
 
 
 def settings_from_env(environ: Mapping[str, str] = os.environ) -> ClientSettings:
-    """Raises ValueError for a bad URL or token file."""
     return make_settings(environ.get(SERVER_URL) or DEFAULT_SERVER_URL, token=client_token(environ))
 
 

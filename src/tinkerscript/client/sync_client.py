@@ -1,7 +1,7 @@
 """`TinkerScriptClient` is the client for ordinary, blocking programs.
 
-It runs an `AsyncTinkerScriptClient` on an event loop in its own thread, so that the two cannot differ. An
-interrupted call leaves nothing on the loop, and closing a client ends other threads' waits.
+It runs an `AsyncTinkerScriptClient` on an event loop in its own thread. Closing a client ends other threads'
+waits.
 """
 
 from __future__ import annotations
@@ -71,10 +71,7 @@ class TinkerScriptClient:
 
     @classmethod
     def from_env(cls) -> TinkerScriptClient:
-        """Create a client for the server in TINKERSCRIPT_SERVER_URL, with TINKERSCRIPT_CLIENT_TOKEN.
-
-        First use reads the environment, and raises ValueError for a bad URL or token file.
-        """
+        """Create a client from the environment, like `AsyncTinkerScriptClient.from_env`."""
         client = cls("http://unused", token="")
         client.asynchronous = AsyncTinkerScriptClient.from_env()
         return client
@@ -114,9 +111,9 @@ class TinkerScriptClient:
         pool: str = TRAINER_POOL,
         heartbeat: bool = True,
     ) -> list[ClaimedEpisode]:
-        """Claim 1 to `max_episodes` (at most 256) with one request, waiting until there is one.
+        """Claim up to `max_episodes` (at most 256) with one request.
 
-        Raises the same errors as `begin_episode`.
+        Waits and raises like `begin_episode`.
         """
         claims = self.run(self.asynchronous.claim(max_episodes, episode_type, wait_s, pool=pool))
         return [ClaimedEpisode(**claim, client=self, heartbeat=heartbeat) for claim in claims]
@@ -141,7 +138,7 @@ class TinkerScriptClient:
     drop_failed_episodes = _blocking(AsyncTinkerScriptClient.drop_failed_episodes)
 
     def close(self) -> None:
-        """Close the connections. Pending calls raise ClientClosedError at once."""
+        """Close the connections. Pending calls raise ClientClosedError."""
         with self._lock:
             loop, thread, self._is_closed = self._loop, self._thread, True
             self._loop = self._thread = None
@@ -170,7 +167,7 @@ class TinkerScriptClient:
     def held(self, episode: Episode, *, heartbeat: bool) -> Generator[None]:
         """Renew the claim while this block runs, and give the episode back unless the block ends it.
 
-        The block of a claimed episode does this itself; use this for other `Episode`s.
+        The block of a claimed episode does this itself.
         """
         try:
             with self._renewing(episode) if heartbeat else nullcontext():
@@ -212,7 +209,7 @@ class TinkerScriptClient:
             if self._is_closed:
                 raise ClientClosedError(CLOSED)
             if self._loop is None or self._process != os.getpid():
-                if self._process:  # After a fork, thread and connections still belong to the parent.
+                if self._process:  # After a fork, both still belong to the parent.
                     self.asynchronous.reopen()
                 self._process, self._loop = os.getpid(), asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name="client", daemon=True)
@@ -222,7 +219,7 @@ class TinkerScriptClient:
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimedEpisode(Episode):
-    """An episode to use in a `with` block, which renews the claim and gives it back on errors."""
+    """An episode to use in a `with` block; see `begin_episode`."""
 
     client: TinkerScriptClient = field(repr=False, compare=False)
     heartbeat: bool = field(default=True, repr=False, compare=False)

@@ -1,9 +1,9 @@
 """The normalized form of messages, and the keys that compare them.
 
 A normalized message has `role`, `content` (always a string), and optionally `name`, `tool_call_id`,
-`reasoning_content`, `images` and `tool_calls` (OpenAI's form, arguments as JSON text). Three more are never
-rendered: `id`, the call that sampled an assistant message; `instructions`, true for a system message of one
-request; and a tool result's `is_error`.
+`reasoning_content`, `images` and `tool_calls` (OpenAI's form, arguments as JSON text). Never rendered are
+`id`, the call that sampled an assistant message; `instructions`, true for a system message of one request;
+and a tool result's `is_error`.
 
 Two messages are the same if and only if their keys are equal:
 
@@ -28,7 +28,7 @@ ChatMessage = dict[str, Any]
 
 class MessageImage(TypedDict):
     at: int
-    """How many characters of the content precede it."""
+    """Characters of the content before it."""
 
     sha256: str
     """The file's, in hex."""
@@ -130,7 +130,7 @@ _canonical_short = lru_cache(maxsize=_SHORT_TEXTS)(_canonical)
 
 
 def joined_parts(parts: Sequence[str]) -> str:
-    """Join the texts with one newline each, without inner white space and blank texts."""
+    """Join with one newline each, without inner white space and blank texts."""
     parts = [part for part in parts if part.strip()]
     if not parts:
         return ""
@@ -155,7 +155,7 @@ def is_encodable(text: str) -> bool:
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Append `messages`, and drop the instructions of earlier requests."""
+    """Append `messages`, dropping earlier requests' instructions."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]

@@ -1,7 +1,7 @@
 """`ChatTemplate` renders a model's Jinja chat template as transformers does, without importing it.
 
-Probes show which messages a template accepts. The environment copies `transformers.utils.chat_template_utils`
-(5.5), and a test compares the two.
+The environment copies `transformers.utils.chat_template_utils` (5.5), and a test compares the two. Probes
+show which messages a template accepts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ PROBE_CALL: list[ChatMessage] = [
 ]
 
 
-# For templates without tools, as Qwen and Hermes word it.
+# For templates without tools, in Qwen's and Hermes' words.
 TOOLS_IN_PROMPT = """\
 # Tools
 
@@ -93,15 +93,15 @@ class MessageForm:
     empty_content: str | None = ""  # For messages with only tool calls.
     parsed_arguments: bool = True  # An object rather than JSON text.
     short_ids: bool = False  # Nine letters or digits (Mistral).
-    tools_in: str = ""  # The role that declares tools as text; empty if the template does.
-    in_parts: bool = False  # Always a list of parts (SmolVLM).
+    tools_in: str = ""  # The role that declares tools as text.
+    in_parts: bool = False
 
     def of(self, message: ChatMessage) -> dict[str, Any]:
         given = {name: value for name, value in message.items() if name in _FIELDS}
         if self.in_parts or "images" in message:
             given["content"] = _parts(given["content"] or "", bool(message.get("images")))
         if "reasoning_content" in given and not (given["content"] and given.get("tool_calls")):
-            # gpt-oss's name, refused together with text and calls.
+            # gpt-oss's name; refused with text and calls.
             given["thinking"] = given["reasoning_content"]
         if self.short_ids and given.get("tool_call_id"):
             given["tool_call_id"] = _short_id(given["tool_call_id"])
@@ -129,7 +129,7 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Names are `default`, and perhaps `tool_use` for requests with tools. Raises ConfigError."""
+        """Templates: `default`, and perhaps `tool_use` for requests with tools. Raises ConfigError."""
         if "default" not in templates:
             names = ", ".join(sorted(templates))
             raise ConfigError(f"{origin} has chat templates, and none is called `default`: {names}")
@@ -147,7 +147,6 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path, kwargs: Mapping[str, Any] | None = None) -> ChatTemplate | None:
-        """Raises ConfigError."""
         templates = _templates_of(folder)
         return cls(templates, _tokens_of(folder), origin=str(folder), kwargs=kwargs) if templates else None
 
@@ -283,9 +282,9 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the template files by name, with `kwargs` as defaults; empty without `kwargs`.
+    """Return the template files by name, with `kwargs` as defaults; empty without any.
 
-    A checkpoint with these files prompts as in training wherever it is served.
+    A checkpoint with them prompts as in training wherever it is served.
     """
     if not kwargs:
         return {}

@@ -1,6 +1,6 @@
 """`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls.
 
-A call is only recorded for a claim that holds its lease.
+A call is only recorded for a claim that holds its lease; others get GatewayError 409 `claim_lost`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,20 @@ class OpenClaim:
     episode_uuid: str
     attempt: int
     policy_version: int  # At the time of the claim.
-    # Outside episodes, calls extend only calls given to `keep`.
+    # If false, calls extend only calls given to `keep`.
     continues: bool = True
 
 
 class ClaimBook(ABC):
     @abstractmethod
     async def open(self, key: str) -> OpenClaim:
-        """Also renews the lease. Raises GatewayError 401 `invalid_api_key` or 409 `claim_lost`."""
+        """Also renews the lease. Raises GatewayError 401 `invalid_api_key`."""
 
     async def begin(self, claim: OpenClaim, num_samples: int, max_tokens: int, num_bytes: int = 0) -> int:
-        """Reserve the claim's limits before sampling. The lease does not expire until `end`.
+        """Reserve the claim's limits before sampling. The lease lasts until `end`.
 
         `num_bytes` is the record's size without samples. Returns the granted tokens per sample. Raises
-        GatewayError 409 `claim_lost`, 403 `claim_limit_exceeded`, and 429 if calls in flight may use up the
-        limits.
+        GatewayError 403 `claim_limit_exceeded`, and 429 if calls in flight may use up the limits.
         """
         return max_tokens
 
@@ -44,9 +43,7 @@ class ClaimBook(ABC):
 
     @abstractmethod
     async def record(self, claim: OpenClaim, calls: Sequence[Call]) -> None:
-        """Store one request's calls durably, all or none, and renew the lease. Raises GatewayError 409
-        `claim_lost`.
-        """
+        """Store one request's calls, all or none, and renew the lease."""
 
     def keep(self, claim: OpenClaim, calls: Sequence[Call]) -> None:  # noqa: B027
         """Let later requests name these recorded calls."""
@@ -57,4 +54,4 @@ class ClaimBook(ABC):
 
     @abstractmethod
     async def calls(self, claim: OpenClaim) -> list[Call]:
-        """Oldest first. Raises GatewayError 409 `claim_lost`."""
+        """Oldest first."""

@@ -1,7 +1,4 @@
-"""`Gateway` routes requests in every wire format to the model that they name.
-
-A role is reached only under its exact name.
-"""
+"""`Gateway` routes requests in every wire format to the model that they name. A role needs its exact name."""
 
 from __future__ import annotations
 
@@ -146,10 +143,9 @@ def create_gateway(
 ) -> Gateway:
     """Create the gateway for the model in `model_folder`, called `model_name` in replies.
 
-    `accepted_names`: more names for the policy; with none and no roles, any name is accepted. `outside`:
-    servers by role. `sampled`: chat formats of the roles that `sampler` serves. `frozen`: roles that follow
-    the program's sampling parameters. `no_images`: why calls of a role (empty: the policy) may have none.
-    Raises ConfigError.
+    `accepted_names`: more names for the policy; with none and no roles, any. `outside`: servers by role.
+    `sampled`: chat formats of the roles that `sampler` serves. `frozen`: roles that follow the program's
+    sampling parameters. `no_images`: why a role (empty: the policy) takes none. Raises ConfigError.
     """
     no_images = no_images or {}
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))
@@ -191,7 +187,6 @@ def gateway_of(
     sampler: Sampler,
     outside: Mapping[str, OutsideServer] | None = None,
 ) -> Gateway:
-    """Raises ConfigError."""
     folder = model_folder(config.engine.model)
     return create_gateway(
         claims=claims,

@@ -1,10 +1,12 @@
 """`IdempotencyCache` finds requests that repeat an earlier one and should get its reply:
 
-- Requests with an earlier one's `Idempotency-Key`, even after a restart. While that is in flight, others
-  wait; if it fails, one of the others takes its place.
+- Requests with that one's `Idempotency-Key`, even after a restart. They wait while it is in flight; if it
+  fails, one takes its place.
 - Retries (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients) with the body of a
-  request that is being recorded, or was after its client had disconnected. Each original serves one
-  retry, and none after a restart.
+  request that is being recorded, or was after a disconnect. Each original serves one retry, and none after a
+  restart.
+
+A key that is reused for another body gets GatewayError 422.
 """
 
 from __future__ import annotations
@@ -61,7 +63,6 @@ class IdempotencyCache:
                 self._remember(call.idempotency_key, call.request_digest, first_id(call.call_id))
 
     def in_flight(self, fingerprint: RequestFingerprint) -> Attempt | None:
-        """Raises GatewayError 422 for a reused key."""
         if not fingerprint.key:
             return next((each for each in self._keyless if _is_being_recorded(each, fingerprint)), None)
         attempt = self._in_flight.get(fingerprint.key)
@@ -72,7 +73,7 @@ class IdempotencyCache:
     def take(self, fingerprint: RequestFingerprint) -> str | None:
         """Return the first call id of the recorded request that this one repeats.
 
-        An undelivered reply is returned only once. Raises GatewayError 422 for a reused key.
+        An undelivered reply is returned only once.
         """
         if fingerprint.key:
             digest, call_id = self._recorded.get(fingerprint.key, (fingerprint.digest, None))
@@ -139,7 +140,6 @@ def first_id(call_id: str) -> str:
 
 
 def fingerprint_of(headers: Mapping[str, str], path: str, body: bytes) -> RequestFingerprint:
-    """Raises GatewayError 400 for a long key."""
     key = headers.get("idempotency-key", "").strip()
     IDEMPOTENCY_KEY.check(len(key))
     count = headers.get("x-stainless-retry-count", "").strip()

@@ -31,7 +31,6 @@ _MAX_SIDE = 4096  # transformers resizes larger images.
 
 
 def file_of(url: str, where: str) -> bytes:
-    """Raises GatewayError 400."""
     found = _DATA_URL.match(url)
     if found is None and not url.startswith("data:"):
         scheme = url.partition(":")[0][:20]
@@ -50,9 +49,10 @@ def file_of(url: str, where: str) -> bytes:
 
 
 def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
-    """Decodes the file once, so that later steps can.
+    """Raises GatewayError 400 for anything but a data URL of a whole PNG, JPEG or WebP file within the
+    limits.
 
-    Raises GatewayError 400 for anything but a data URL of a whole PNG, JPEG or WebP file within the limits.
+    Decodes the file, so that later steps can.
     """
     data = file_of(url, where)
     try:
@@ -79,7 +79,7 @@ def _refused(problem: str, where: str) -> GatewayError:
 
 
 class ImageFormat:
-    """How the processor of Idefics3 and SmolVLM writes images: as tiles of equal numbers of placeholders.
+    """Idefics3 and SmolVLM write images as tiles of equal numbers of placeholders.
 
     Source: `transformers.models.idefics3` (5.5); a test compares the two.
     """
@@ -94,7 +94,7 @@ class ImageFormat:
 
     @classmethod
     def of(cls, folder: Path, tokenizer: LightTokenizer) -> ImageFormat | None:
-        """Returns None if the model takes no images here. Raises ConfigError without a placeholder."""
+        """None if the model takes no images. Raises ConfigError without a placeholder."""
         if not reads_images(folder):
             return None
         base = base_of_adapter(folder) or folder
@@ -108,7 +108,6 @@ class ImageFormat:
         return cls(processor, settings, placeholder)
 
     def expanded(self, text: str, images: Sequence[MessageImage]) -> str:
-        """Raises GatewayError 400."""
         parts = text.split(_PLACEHOLDER)
         if len(parts) != len(images) + 1:
             message = (
@@ -147,7 +146,6 @@ class ImageFormat:
         return f"{tiles}\n{whole}" if rows else whole
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return (0, 0) if the image is a single tile."""
         if not self._splits:
             return 0, 0
         if self._resizes:

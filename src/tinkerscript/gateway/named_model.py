@@ -45,10 +45,10 @@ _Handler = Callable[[Any, Caller, bytes], Awaitable[None]]
 # `uuid4` would cost a system call per id.
 _IDS = random.Random()
 
-UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # A lost claim or a busy engine is not the call's fault.
-LONG_BODY = 2**18  # Parsing takes 0.5 ms from here on, so a thread does it.
+UNCOUNTED_STATUSES = frozenset({409, 429, 503, 504})  # These are not the call's fault.
+LONG_BODY = 2**18  # Parsing takes 0.5 ms or more, so a thread does it.
 
-# A small file may hold many pixels; decoding must not delay other requests.
+# Decoding must not delay other requests.
 _DECODING = ThreadPoolExecutor(1, "images")
 
 
@@ -116,9 +116,7 @@ class NamedModel(ABC):
         role: str = "",
         no_images: str | None = None,
     ) -> None:
-        """`role` is empty for the policy. `no_images`: why calls may have none, even if the model takes
-        images.
-        """
+        """`role` is empty for the policy."""
         self.name = name
         self.role = role
         self.max_context: int | None = None  # Tokens of prompt and reply together.
@@ -133,7 +131,6 @@ class NamedModel(ABC):
                 self._handlers[route_of(dialect, counts=True)] = (self._count, dialect)
 
     async def handle(self, path: str, caller: Caller, body: bytes) -> None:
-        """Errors become replies in the request's dialect."""
         handler, dialect = self._handlers[path]
         try:
             await handler(dialect, caller, body)
@@ -183,8 +180,8 @@ class NamedModel(ABC):
             await caller.send_events(live.failure(error), last=True)
 
     async def _answer(self, dialect: Dialect[Any], caller: Caller, body: bytes) -> None:
-        # Each step yields to the event loop, so that simultaneous requests run the same step one after
-        # another. Its code stays in the processor's caches, which saves a fifth of the time.
+        # Each step yields to the event loop, so that simultaneous requests run the same step in turn, with
+        # its code in the processor's caches. That saves a fifth of the time.
         claim = await self._claims.open(caller.key)
         state = await self._state(claim)
         with state.answering():

@@ -1,7 +1,7 @@
 """`OutsideModel` answers the calls of a role from an outside server.
 
-Only text is known, so calls never train. Every answer is recorded and counts toward the claim's limits, even
-if its caller has disconnected.
+Only text is known, so calls never train. Every answer counts toward the claim's limits, even after a
+disconnect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tinkerscript.rollouts.call import FOREIGN_POLICY, Call
 from tinkerscript.tokenizer import LightTokenizer
 
 REPLY_TOKENS = 4096
-MAX_TIMEOUTS = 16  # A server may charge for a timed-out request without an answer to record.
+MAX_TIMEOUTS = 16  # A server may charge for timed-out requests.
 
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class OutsideModel(NamedModel):
         num_bytes = prepared.recorded_bytes()
         granted = await self._claims.begin(claim, 1, wanted, num_bytes)
         try:
-            prepared.attempt.is_recording = True  # A retry should not pay for the same answer twice.
+            prepared.attempt.is_recording = True  # A retry should not pay twice.
             reply = await self._server.ask(request_of(call), max_tokens=granted, report=report)
             return await self._record(prepared, reply)
         except GatewayError as error:
@@ -180,7 +180,7 @@ class OutsideModel(NamedModel):
 
 
 def request_of(call: ModelCall) -> dict[str, Any]:
-    """Raises GatewayError 400 for a choice of tools that the format cannot express."""
+    """Raises GatewayError 400 for a choice of tools that the format lacks."""
     request: dict[str, Any] = {"messages": [_sent(message) for message in call.messages]}
     if call.tools:
         request |= {"tools": call.tools, "tool_choice": _tool_choice(call)}

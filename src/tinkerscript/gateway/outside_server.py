@@ -25,7 +25,7 @@ from tinkerscript.gateway.samplers.inference_server import Upstream, message_of_
 class OutsideReply(Struct, kw_only=True):
     message: ChatMessage
     finish_reason: FinishReason
-    tokens: tuple[int, int]  # Prompt and reply, as the server counts them, or 0.
+    tokens: tuple[int, int]  # Prompt and reply by the server's count, or 0.
 
 
 class _Function(Struct):
@@ -100,8 +100,8 @@ class OutsideServer:
         max_tokens: int,
         report: Callable[[str, str], None] | None = None,
     ) -> OutsideReply:
-        """Raises GatewayError 400 if the server refuses, 503 if a retry may help, 504 after the timeout, and
-        502 for a malformed reply.
+        """Raises 400 if the server refuses, 503 if a retry may help, 504 after the timeout, and 502 for a
+        malformed reply.
         """
         body: dict[str, Any] = {"model": self._model, **request}
         if report:
@@ -156,7 +156,6 @@ class _Reading:
                 self._take(new)
 
     def result(self) -> OutsideReply:
-        """Raises ValueError for an incomplete reply."""
         if not self._finish:
             raise ValueError("its choice is missing or cut off")
         message: ChatMessage = {"role": "assistant", "content": self._content}
@@ -195,7 +194,7 @@ def _tool_call(position: int, call: _ToolCall) -> dict[str, Any]:
 async def outside_servers(
     config: RunConfig, environ: Mapping[str, str], *, processes: int = 1
 ) -> AsyncGenerator[dict[str, OutsideServer]]:
-    """By role; `processes` share the limit of open requests. Raises ConfigError for an unset key."""
+    """`processes` share the limit of open requests. Raises ConfigError for an unset key."""
     async with AsyncExitStack() as stack:
         servers: dict[str, OutsideServer] = {}
         for name, role in config.episode_roles.items():

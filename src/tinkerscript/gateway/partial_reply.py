@@ -1,6 +1,6 @@
 """`PartialReply` reads the text of a reply while its ids are still being sampled.
 
-Its text is a prefix of the whole reply's. In doubt, as in a possibly malformed tool call, it waits.
+Its text is a prefix of the whole reply's. In doubt, it waits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PartialReply:
         cut_at: Sequence[str] = (),
         plain: bool = False,
     ) -> None:
-        """With `plain` all text is content; without it and a `reply_format`, no text is returned."""
+        """With `plain` all text is content; with neither it nor a `reply_format`, there is no text."""
         self._token_bytes = token_bytes
         self._format = reply_format or ReplyFormat()
         calls = self._format.calls if tool_calls and not plain else None
@@ -85,7 +85,7 @@ class PartialReply:
             self._state, self._text = _State.CONTENT, self._text[len(marker) :]
             reasoning.append(self._reasoning.end())
         elif marker:
-            # Unless an end marker follows, a call ends the reasoning.
+            # A call ends the reasoning unless an end marker follows.
             self._state = _State.UNDECIDED
 
     def _read_content(self, content: list[str]) -> None:
@@ -138,7 +138,7 @@ class _StablePrefix:
                 return ""
         self._held += text
         body = len(self._held.rstrip() if self._strip else self._held)
-        # A stop string that starts before the last `longest - 1` characters of the body is complete.
+        # Before the last `longest - 1` characters of the body, stop strings are complete.
         safe = max(body - (self._longest - 1), 0)
         cut = self._cut()
         if cut is not None:

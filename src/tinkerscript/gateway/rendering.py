@@ -1,7 +1,7 @@
 """`ChatRenderer` turns messages into token ids and sampled ids back into messages.
 
-It uses the model's renderer from the `renderers` library if that writes the same prompts as the chat
-template, otherwise the template. `extend` keeps sampled ids as they were sampled.
+It uses the model's renderer from the `renderers` library if that writes the chat template's prompts,
+otherwise the template. `extend` keeps sampled ids.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Unencoded(int):
 
 
 class _DeferringTokenizer:
-    """Leaves long texts for `encoded`: renderers attribute every id to a message, which is slow."""
+    """Leaves long texts to `encoded`, because renderers slowly attribute every id to a message."""
 
     def __init__(self, tokenizer: LightTokenizer) -> None:
         self.tokenizer = tokenizer
@@ -112,8 +112,8 @@ class ParseOptions(msgspec.Struct, frozen=True):
 
 class ChatRenderer:
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Raises ConfigError for an unreadable folder, a model with neither renderer nor chat template, or a
-        template without one of the arguments.
+        """Raises ConfigError for an unreadable folder, a missing chat format, or a template without one of
+        the arguments.
         """
         self.template_kwargs = dict(template_kwargs or {})
         template = ChatTemplate.of(folder, self.template_kwargs)
@@ -167,10 +167,10 @@ class ChatRenderer:
         tools: list[Tool],
         history: Callable[[], list[ChatMessage]],
     ) -> list[int] | None:
-        """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`.
+        """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`, or None
+        if the chat format cannot continue.
 
-        `tail` is only the last turn's prompt, so that the cost does not grow; chat templates need the whole
-        `history`. Returns None if the chat format cannot continue.
+        `tail` is the last turn's prompt, so that the cost does not grow; chat templates need the `history`.
         """
         if self._renderer is None:
             conversation = history()
@@ -182,7 +182,7 @@ class ChatRenderer:
         given = self.tokenizer.escaper.messages(messages)
         new_ids = self._bridge(tail, sampled, given, tools)
         if new_ids is None and self._ends_in_reasoning(sampled):
-            # The renderer refuses a turn that it would not have written, but only its end matters.
+            # The renderer refuses turns that it would not write, but only the end matters.
             new_ids = self._bridge(tail, sampled[-1:], given, tools)
         return new_ids and self._checked(new_ids, given is messages)
 
@@ -331,7 +331,7 @@ def _candidates(
     folder: Path, template_kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[RendererConfig, str | None]]:
     config = config_of(folder)
-    # Reasoning kept in the history lets each turn extend the last.
+    # Kept reasoning lets each turn extend the last.
     if config.get("model_type") in QWEN3_TYPES and not template_kwargs.keys() - {"enable_thinking"}:
         for thinks in (True, False):
             yield Qwen3RendererConfig(thinking_retention="all", enable_thinking=thinks), None
@@ -341,14 +341,13 @@ def _candidates(
 
 
 def _writes_history_alike(config: RendererConfig) -> bool:
-    # Without thinking, the empty reasoning that opens each prompt stays in the history.
+    # Without thinking, the history keeps empty reasoning.
     return not isinstance(config, Qwen3RendererConfig) or config.enable_thinking
 
 
 def _fits(
     renderer: Renderer, deferring: _DeferringTokenizer, template: TemplateRendering, *, has_history: bool
 ) -> bool:
-    """Return whether both agree on the probe conversations that the template accepts."""
     for messages, tools in PROBE_CONVERSATIONS:
         if not has_history and any(message["role"] == "assistant" for message in messages):
             continue

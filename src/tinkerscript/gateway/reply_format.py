@@ -1,6 +1,6 @@
 """The formats of reasoning and tool calls by model family, and the parser of a reply's text.
 
-Everything but reasoning and complete calls stays content.
+All else stays content.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReplyFormat:
     prefilled: bool = False  # The prompt ends inside reasoning.
     calls: CallFormat | None = None  # None if unknown: calls stay text.
     harmony: bool = False  # Messages on channels (gpt-oss).
-    # The template cannot write several calls, so they stay text.
+    # Several calls stay text.
     one_call: bool = False
 
     @property
@@ -86,7 +86,7 @@ class ReplyFormat:
         return ReadReply([*content, rest[position:]], reasoning, calls)
 
     def split_reasoning(self, text: str) -> tuple[str, str, bool]:
-        """Return the reasoning, the text after it, and whether the reasoning has ended or is absent."""
+        """Return the reasoning, the text after it, and whether reasoning has ended or is absent."""
         opener, closer = self.thinking
         body = text.lstrip()
         if body.startswith(opener):
@@ -100,7 +100,7 @@ class ReplyFormat:
 
 
 def reply_format(written_call: str, prompt: str, *, source: str, one_call: bool = False) -> ReplyFormat:
-    """`written_call` is the template's text for a call of PROBE_TOOL, and `prompt` any prompt."""
+    """`written_call` is the template's text for a call of PROBE_TOOL."""
     if "<|channel|>" in source and "<|message|>" in source:
         return ReplyFormat(harmony=True)
     thinking = next((pair for pair in THINKING if pair[1] in source), THINKING[0])

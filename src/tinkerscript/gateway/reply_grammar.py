@@ -15,14 +15,13 @@ from tinkerscript.gateway.dialects.dialect import ModelCall
 from tinkerscript.gateway.rendering import Markers
 from tinkerscript.sampler import Constraint
 
-WHITE_SPACE = r"[ \n\r\t]{1,40}"  # A model may sample white space forever.
+WHITE_SPACE = r"[ \n\r\t]{1,40}"  # Models may sample white space forever.
 
 
 JsonSchema = dict[str, Any]
 
 
 def constraint_of(call: ModelCall, markers: Markers | None, stop_ids: Sequence[int]) -> Constraint | None:
-    """Raises GatewayError 400 for tool calls in a chat format with unknown markers."""
     asked_by = _asked_by(call)
     if asked_by is None:
         return None

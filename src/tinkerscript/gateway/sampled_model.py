@@ -53,7 +53,7 @@ class SampledModel(NamedModel):
         other_names: Collection[str] = (),
         no_images: str | None = None,
     ) -> None:
-        """`accepted_names`: what requests may call the model (None: anything)."""
+        """`accepted_names`: None accepts any name."""
         super().__init__(name, claims, renderer, role=role, no_images=no_images)
         self._sampler = sampler
         self._renderer = renderer
@@ -177,7 +177,7 @@ class SampledModel(NamedModel):
             self._call(choice_id(header.call_id, number), prepared, turn, *sampled, message)
             for number, (turn, sampled, message) in enumerate(zip(turns, sequences, messages, strict=True))
         ]
-        # All choices or none: a failed request must leave nothing to train on.
+        # All or none: a failed request leaves nothing to train on.
         await self._claims.record(prepared.claim, recorded)
         choices: list[Choice] = []
         for turn, (_, sequence), message, made in zip(turns, sequences, messages, recorded, strict=True):
@@ -231,7 +231,7 @@ class SampledModel(NamedModel):
         constrained, logprob_kind = sequence.constrained, result.logprob_kind
         messages, tools = ("", "") if choice_index(call_id) % call.n else turn.texts
         if is_constrained(call) and not constrained:
-            # The sampler did not report where the constraint applied, or the kind of logprobs.
+            # The sampler did not report where the constraint applied.
             constrained = bytes([TokenConstraint.UNKNOWN]) * (len(sequence.sampled) // 4)
             logprob_kind = "unknown"
         spans = sequence.spans or [(result.policy_version, 0)]
@@ -271,9 +271,7 @@ def unknown_model(name: str, known: Collection[str]) -> GatewayError:
 def recorded_completion(
     call: ModelCall, call_id: str, calls: Iterable[Call], session: Session, model: str
 ) -> Completion | None:
-    """None if choices are missing after a restart, or for several prompts or top logprobs, which are not
-    recorded.
-    """
+    """None for several prompts or top logprobs (not recorded), or if choices are missing after a restart."""
     if call.top_logprobs or len(call.prompts) > 1:
         return None
     ids = [choice_id(call_id, index) for index in range(call.n)]
@@ -311,7 +309,6 @@ def _choice(tokens: SampledTokens, recorded: Call, message: ChatMessage) -> Choi
 async def sample_all(
     sampler: Sampler, requests: Sequence[SampleRequest], progress: ProgressCallback | None = None
 ) -> list[SampleResult]:
-    """The first error cancels the other requests."""
     if len(requests) == 1:
         return [await sampler.sample(requests[0], progress)]
     tasks: list[asyncio.Task[SampleResult]] = []

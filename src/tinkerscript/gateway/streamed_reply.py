@@ -1,6 +1,6 @@
 """`StreamedReply` turns the progress of a sample into events.
 
-Everything sent is a prefix of the record, in ids and in text, or the stream ends with an error.
+Everything sent is a prefix of the record's ids and text, or the stream ends with an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _StreamedChoice:
         return (len(self._ids) - len(self._pending["sampled"])) // 4
 
     def take(self, report: Progress) -> bool:
-        """Returns False if the report contradicts an earlier one."""
+        """Return False if the report contradicts an earlier one."""
         known = len(self._ids) // 4 - report.offset
         if known < 0:
             return True
@@ -71,7 +71,6 @@ class _StreamedChoice:
         return MessageDelta(index=index, content=content, reasoning=reasoning, **tokens)
 
     def rest(self, index: int, choice: Choice) -> MessageDelta | None:
-        """Raises GatewayError 500 if it contradicts earlier parts."""
         content = _after("".join(self._content), choice.message["content"])
         reasoning = _after("".join(self._reasoning), choice.message.get("reasoning_content", ""))
         tokens = choice.span(self.sent)
@@ -90,14 +89,13 @@ class StreamedReply:
         messages: Sequence[PartialReply | None],
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """`hidden` ids are not part of the text."""
         self._events = events
         self._choices = [_StreamedChoice(message, hidden) for message in messages]
         self._diverged = False
         self._wake = asyncio.Event()
 
     async def follow(self, work: asyncio.Future[Any], caller: Caller) -> None:
-        """Send text and tokens until `work` ends or the caller disconnects.
+        """Send news until `work` ends or the caller disconnects.
 
         Raises GatewayError 503 if the engine restarts a sample that was partly sent.
         """
@@ -122,7 +120,7 @@ class StreamedReply:
         if not 0 <= report.index < len(self._choices) or len(report.sampled) != len(report.logprobs):
             logger.warning("progress.drop index=%d bytes=%d", report.index, len(report.sampled))
             return
-        # A restarted engine may sample something else.
+        # A restarted engine samples anew.
         self._diverged |= not self._choices[report.index].take(report)
         self._wake.set()
 
@@ -162,7 +160,6 @@ class StreamedReply:
         return b"".join(self._events.delta(delta) for delta in deltas if delta)
 
     def check(self, results: Sequence[SampleResult]) -> None:
-        """Raises GatewayError 503 if the results do not begin with the sent ids."""
         sequences = [sequence for result in results for sequence in result.sequences]
         for choice, sequence in zip(self._choices, sequences, strict=False):
             if not choice.is_prefix_of(sequence):

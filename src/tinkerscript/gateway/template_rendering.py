@@ -1,9 +1,8 @@
-"""`TemplateRendering` makes prompts, continuations and replies as token ids with a model's chat template.
+"""`TemplateRendering` makes prompts, continuations and replies with a model's chat template.
 
 A continuation renders the conversation twice: up to the header of the last reply, and with the reply and the
 new messages. If the first text is a prefix of the second, and what follows reads as the sampled reply, the
-text after the reply is encoded and appended to the sampled ids. Otherwise the template rewrites history, and
-there is no continuation.
+text after the reply is encoded and appended to the sampled ids. Otherwise the template rewrites history.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _TWO_CALLS: list[ChatMessage] = [
 
 
 class TemplateRendering:
-    """Messages and tools must already have marks."""
+    """Messages and tools have marks already."""
 
     def __init__(self, template: ChatTemplate, tokenizer: LightTokenizer, folder: Path) -> None:
         """Raises ConfigError if the template cannot write a reply or no token ends one."""
@@ -110,6 +109,7 @@ class TemplateRendering:
             return None
         if sampled and sampled[-1] in self.stop_ids:
             ids = self._tokenizer.encode(self._expanded(whole[end:], messages))
+            # GLM's next token ends the reply.
             # GLM's template does not end a reply; the next token does.
             return ids[1:] if self._ends_turns or ids[:1] == [sampled[-1]] else None
         if not self.format.split_reasoning(self._tokenizer.decode(sampled))[2]:
@@ -136,7 +136,7 @@ class TemplateRendering:
         past = self._template.text([*messages, reply], tools, generation=False, now=now)
         reply = self._with_reasoning(reply)
         if self._end_of_turn(past, min(self._starts_of_reply(prompt, past), default=0)) is None:
-            # GLM's template ends a reply only when something follows it.
+            # GLM ends a reply only if something follows.
             following = [_ANSWERED[2]]
             if calls := reply.get("tool_calls"):
                 following = [{**PROBE_CALL[2], "tool_call_id": call.get("id")} for call in calls]
@@ -164,7 +164,7 @@ class TemplateRendering:
     def _starts_of_reply(self, prompt: str, past: str) -> list[int]:
         """Return where in `past` the last reply may begin, most likely first.
 
-        Templates may rewrite earlier messages once there is a reply (Mistral's system message, DeepSeek's
+        Once there is a reply, templates may rewrite earlier messages (Mistral's system message, DeepSeek's
         tool results, gpt-oss's reasoning); then the headers are searched.
         """
         if past.startswith(prompt):
@@ -182,8 +182,7 @@ class TemplateRendering:
     def _find_stop_ids(self, folder: Path) -> list[int]:
         tokens = self._tokenizer.added_tokens
         last, other = (self._after_answer(_ANSWERED[:count]) for count in (2, 3))
-        # The last reply's end counts first: gpt-oss ends earlier ones with a token that also occurs within
-        # replies.
+        # gpt-oss ends earlier replies with a token that also occurs within replies.
         self._ends_turns = bool(last)
         written = last or other
         declared = [*sorted(stop_ids_of(folder)), self._tokenizer.eos_token_id]

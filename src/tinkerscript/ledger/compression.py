@@ -1,4 +1,4 @@
-"""Zstd compression of a ledger's calls, tokens and transcripts (docs/ledger.md#compression).
+"""Zstd compression of calls, tokens and transcripts (docs/ledger.md#compression).
 
 A dictionary is committed before the first frame that names it, or with it, and it stays.
 """
@@ -12,13 +12,13 @@ import zstandard
 # Smaller calls barely compress without a dictionary: they are mostly ids and logprobs.
 PAYS_FROM = 1024
 
-# Larger blobs repeat themselves enough, and at the higher level would occupy the event loop.
+# Larger blobs repeat themselves enough, and would occupy the event loop.
 SMALL_BLOB = 32 * 2**10
 
 DICTIONARY_BLOBS = 64
 DICTIONARY_BYTES = 16 * 2**10
 
-ZSTD_LEVEL = 1  # Higher levels are slower, and logprobs barely compress.
+ZSTD_LEVEL = 1  # Logprobs barely compress.
 LEVELS = {"transcripts": 7}  # Text, once per claim: 45 us of 6 kB, and 10% smaller than at level 1.
 
 # A few bytes of a stranger's ledger could expand to gigabytes.
@@ -83,7 +83,7 @@ class Packer:
 
 
 def trained(samples: list[bytes]) -> bytes:
-    """Empty if the samples have too few bytes. Takes tens of milliseconds, without the interpreter's lock."""
+    """Empty for too few bytes. Takes tens of milliseconds, without the interpreter's lock."""
     try:
         return zstandard.train_dictionary(DICTIONARY_BYTES, [*samples]).as_bytes()
     except zstandard.ZstdError:
@@ -91,25 +91,24 @@ def trained(samples: list[bytes]) -> bytes:
 
 
 def packed(data: bytes) -> bytes:
-    """Compress large data, without a dictionary. Not thread-safe."""
+    """Not thread-safe."""
     return _compressor.compress(data) if len(data) >= PAYS_FROM else data
 
 
 def opened(data: bytes) -> bytes:
-    """Unpack a client's small frame, so that the ledger can use a dictionary. Other bytes stay as they
-    are."""
+    """Unpack a client's small frame, so that the ledger can use a dictionary; leave other bytes."""
     try:
         content = unpacked(data, limit=SMALL_BLOB)
-    except ValueError:  # Large, or broken: people see the client's bytes.
+    except ValueError:  # A large or broken frame stays for people to see.
         return data
     return data if not content or content.startswith(zstandard.FRAME_HEADER) else content
 
 
 def unpacked(data: bytes, dictionaries: Dictionaries = NO_DICTIONARIES, *, limit: int | None = None) -> bytes:
-    """Undo the compression; other data stays as it is.
+    """Undo the compression, if any.
 
-    Raises ValueError for a broken frame, an unknown dictionary, or more than `limit` bytes (None:
-    `MAX_CALL_BYTES`), before it unpacks them.
+    Raises ValueError for a broken frame, an unknown dictionary, or (before unpacking) more than `limit`
+    bytes; None: `MAX_CALL_BYTES`.
     """
     if not data.startswith(zstandard.FRAME_HEADER):
         return data

@@ -1,7 +1,7 @@
 """`DatabaseLease`: the right to serve a run's episodes, as one row in the database.
 
-Taking the lease increments its epoch, and every write checks its epoch (`fence`), so a former holder cannot
-write. A holder that gets no answer gives up before another server may take the lease.
+Taking the lease increments its epoch, which every write checks (`fence`), so a former holder cannot write. A
+holder without an answer gives up before another server may take it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection
 
-DATABASE_LEASE_S = 3.0  # Without a renewal, another server may take the lease after this.
+DATABASE_LEASE_S = 3.0  # Then another server may take it.
 RENEW_S = 0.5
 LEASE_POLL_S = 0.2
 LOST_LEASE = "TS001"  # SQLSTATE of a transaction in a past epoch.

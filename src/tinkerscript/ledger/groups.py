@@ -52,11 +52,11 @@ class _Result(msgspec.Struct):
 
 
 def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Iterator[RolloutGroup]:
-    """Yield a run's training episodes that have a result, by group, oldest group first.
+    """Yield a run's training episodes with a result, by group, oldest first.
 
-    A group may be smaller than planned, and need not have trained. Left out are episodes that are misaligned,
-    lost their calls to `recording_limit_mb` or could not be judged. A judge's verdicts replace rewards.
-    Raises ConfigError if the folder has no such ledger.
+    A group may be smaller than planned, and need not have trained. It lacks episodes that are misaligned,
+    lost their calls to `recording_limit_mb` or could not be judged. Judges' verdicts replace rewards. Raises
+    ConfigError if the folder has no such ledger.
     """
     path = run_dir / LEDGER_FILE
     if not path.is_file():

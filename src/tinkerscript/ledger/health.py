@@ -1,6 +1,6 @@
 """The health of a run: signs that it learns nothing or ruins the model.
 
-Rows compare the last steps with earlier ones, so a million episodes cost no more.
+Rows compare recent with earlier steps, so a million episodes cost no more.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tinkerscript.rollouts.alignment.checks import ERRORS
 
 JUDGED_STEPS = 10
 
-# A trend averages windows of `WINDOW` steps, fewer in a short run (at least four windows) and more in a long
-# one (at most `WINDOWS`).
+# A trend averages windows of `WINDOW` steps: fewer steps in a short run, for at least four windows, and more
+# in a long run, for at most `WINDOWS`.
 WINDOW, WINDOWS = 5, 40
 
 SURE = 2.5
@@ -36,7 +36,7 @@ Kind = Literal["good", "warn", "bad"]
 
 
 class Gain(BaseModel):
-    """Change of the samples' mean rewards between two evaluations, over the samples in both."""
+    """Change of the mean reward between two evaluations, over the samples in both."""
 
     mean: float
     margin: float = Field(description="Half the width of a 95% interval, from the samples' spread.")
@@ -182,7 +182,6 @@ def health_rows(ledger: LedgerReader) -> list[HealthRow]:
 
 
 def verdict(rows: Sequence[HealthRow]) -> str:
-    """`all well`, or the rows that need attention, worst first."""
     for kind, phrase in (("bad", "needs attention"), ("warn", "worth a look")):
         if found := [row.label for row in rows if row.kind == kind]:
             return f"{phrase}: {', '.join(found)}".lower()
@@ -190,7 +189,6 @@ def verdict(rows: Sequence[HealthRow]) -> str:
 
 
 def best_score(ledger: LedgerReader) -> BestScore | None:
-    """None unless the last evaluation is significantly lower than an earlier one."""
     rows = _scored(ledger)
     if len(rows) < 2:
         return None
@@ -296,7 +294,7 @@ def _equal(steps: _Steps, reward: _Reward) -> HealthRow:
     groups = equal + trained + sum(steps.recent("groups/dropped"))
     words = _difficulty(steps)
     is_much = groups > 0 and equal > 0.5 * groups
-    # A run that has learned its task has such groups too.
+    # A run that has learned its task has them too.
     saturated = is_much and reward.rose and words.startswith("too easy")
     return HealthRow(
         name="equal",
@@ -449,8 +447,7 @@ def _gradients(steps: _Steps) -> HealthRow | None:
     )
 
 
-# Limits of a step: KL divergence from the policy before it, in nats per token, and the share of clipped
-# tokens.
+# Limits of a step: KL divergence from the previous policy, in nats per token, and share of clipped tokens.
 FAR_NATS, MUCH_CLIPPED = 0.1, 0.5
 
 
@@ -481,7 +478,7 @@ def sample_scores(ledger: LedgerReader, *, step: int, label: str) -> SampleScore
 
 
 def margin_of(values: Sequence[float]) -> float:
-    """Half the width of the mean's 95% interval. Takes at least two values."""
+    """Half the width of the mean's 95% interval."""
     return NORMAL_95 * statistics.stdev(values) / math.sqrt(len(values))
 
 

@@ -1,8 +1,8 @@
-"""From which checkpoint a run resumes, and which earlier work still counts.
+"""Decides from which checkpoint a run resumes, and which earlier work still counts.
 
-A run resumed from the checkpoint of step k builds on the policy versions up to k. The transaction that
-records this also undoes later steps. Groups that had started by then, and that no step up to k used, train,
-unless undone weights sampled a part: such a group is given up, and its sample is asked first.
+Resuming from the checkpoint of step k undoes later steps, in one transaction. Groups that had started by
+then, and that no step up to k used, still train. If undone weights sampled a part, the group is given up and
+its sample is asked first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 class RowWriter(Protocol):
     def note(self, rows: Collection[TrainerRow]) -> None:
-        """Write rows in one transaction, without waiting for the commit."""
+        """Write rows in one transaction, without waiting for it."""
         ...
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
@@ -60,7 +60,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Started episodes of groups that can still train."""
 
     planned_groups: int = 0
-    """Groups planned for the next step, without those set aside, which others replace."""
+    """Groups planned for the next step, except those set aside."""
 
     next_position: int = 0
     again: list[int] = []
@@ -69,7 +69,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     replayed: list[TrainedRow] = []
     verdicts: dict[int, float] = {}
     open_until: int = 0
-    """The last end number that waits for this trainer; 0: none."""
+    """The last end number that waits for this trainer, or 0."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -92,7 +92,7 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     """Episode sequence -> outcome, for episodes that only undone steps used."""
 
     spoiled: frozenset[int]
-    """Unused episodes that undone weights sampled, or may have."""
+    """Unused episodes that undone weights may have sampled."""
 
 
 _SPOILED = """
@@ -132,7 +132,7 @@ def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
 
 
 async def begin(ledger: Ledger, checkpoints: Collection[int], *, time: float) -> Beginning:
-    """Undoes later steps, without waiting for the commit. Raises ConfigError."""
+    """Does not wait for the commit. Raises ConfigError."""
     beginning = await find_beginning(ledger, checkpoints)
     undo_later(ledger, beginning.history, time=time)
     return beginning

@@ -1,7 +1,7 @@
 """`Ledger`: what happened in a run, in a database that outlives the process.
 
 Nothing is answered before it is committed. Writes of a few event-loop iterations, or during a commit, share a
-transaction. After it, `durable()` returns and `after_commit` callbacks run, in the order of the writes. Reads
+transaction. Then callbacks of `after_commit` run and `durable()` returns, in the order of the writes. Reads
 see only committed rows.
 """
 
@@ -54,7 +54,7 @@ class Statement(msgspec.Struct, frozen=True):
 @dataclass(slots=True)
 class WriteBatch:
     rows: dict[type[Row], dict[Any, Row]] = field(default_factory=dict[type[Row], dict[Any, Row]])
-    """Table -> key -> row. Tables without a key, or with `ONCE`, use a counter."""
+    """Table -> key -> row; a counter without a key or with `ONCE`."""
 
     statements: list[Statement] = field(default_factory=list[Statement])
     count: int = 0
@@ -68,7 +68,7 @@ class WriteBatch:
 
 
 class Ledger(ABC):
-    """Subclasses are databases; this class groups the writes.
+    """Groups the writes; subclasses are databases.
 
     Of the servers that share a ledger (`is_shared`), only one may write: `lead` waits for that right. A
     ledger that loses it fails.
@@ -87,7 +87,7 @@ class Ledger(ABC):
 
     @abstractmethod
     async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """Run a SELECT on committed rows. Raises StoreError."""
+        """Raises StoreError."""
 
     @abstractmethod
     async def write(self, batch: WriteBatch) -> None:
@@ -107,8 +107,6 @@ class Ledger(ABC):
     async def agree(self, name: str, value: bytes) -> bytes:
         """Return the first `value` that any server of the run stored under `name`. Raises StoreError."""
         return value
-
-    # Reading
 
     async def rows(self, kind: type[R], rest: str = "", parameters: Sequence[Any] = ()) -> list[R]:
         """`rest` follows the table's name in the SELECT."""
@@ -139,8 +137,6 @@ class Ledger(ABC):
         for name, content in facts:
             self._packer.use(name.split("/")[1], content)
 
-    # Writing
-
     def put(self, row: Row) -> None:
         batch = self._open_batch()
         kind = type(row)
@@ -165,7 +161,6 @@ class Ledger(ABC):
             self.put(row)
 
     async def commit(self, rows: Iterable[Row] = ()) -> None:
-        """Return once these and all earlier writes are committed. Raises StoreError."""
         self.note(rows)
         await self.durable()
 
@@ -185,7 +180,7 @@ class Ledger(ABC):
         self._open_batch().callbacks.append(callback)
 
     async def durable(self) -> None:
-        """Return once all writes so far are committed. Raises StoreError."""
+        """Wait until all writes so far are committed. Raises StoreError."""
         if self._failure is not None:
             raise self._failure
         if self._committing is not None:
@@ -194,8 +189,9 @@ class Ledger(ABC):
             await future
 
     async def failed(self) -> NoReturn:
-        """Wait for a commit to fail and raise its StoreError. Stop the server then: memory is ahead of the
-        ledger."""
+        """Wait for a commit to fail, and raise its StoreError. Then stop the server: memory is ahead of the
+        ledger.
+        """
         while self._failure is None:
             await self._failed.wait()
         raise self._failure
@@ -252,7 +248,6 @@ class Ledger(ABC):
         self._failed.set()
 
     def _finish(self, batch: WriteBatch) -> None:
-        """Callbacks come before waiters, so that `durable` returns after they ran."""
         if self._failure is None:
             loop = asyncio.get_running_loop()
             for callback in batch.callbacks:
@@ -287,7 +282,7 @@ def row_of(kind: type[R], values: Sequence[Any]) -> R:
 
 
 def decoded(rows: Iterable[tuple[bytes]], dictionaries: Dictionaries = NO_DICTIONARIES) -> list[Call]:
-    """Skips calls dropped to save space. Raises ValueError for anything but calls."""
+    """Skips dropped calls. Raises ValueError for anything but calls."""
     return [_decode_call(unpacked(call, dictionaries)) for (call,) in rows if call]
 
 

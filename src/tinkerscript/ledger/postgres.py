@@ -1,8 +1,8 @@
-"""`PostgresLedger`: the ledger of a run in a PostgreSQL schema, for servers that take over from each other.
+"""`PostgresLedger`: the ledger in a PostgreSQL schema, for servers that take over from each other.
 
 A transaction is one message (simple query protocol), so a server suspended while sending it holds no lock,
 and a pooler may switch sessions. Only batches over `MESSAGE_BYTES` take several. A server that loses the
-lease (`database_lease`) or the database no longer reads or writes.
+lease or the database no longer reads or writes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PostgresLedger(Ledger):
     is_shared = True
 
     def __init__(self, url: str, folder: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
-        """Raises ConfigError for an invalid URL. Does not connect yet."""
+        """Does not connect yet. Raises ConfigError for an invalid URL."""
         super().__init__()
         self._conninfo, self._schema = split_url(url, folder)
         self._name = f"database {_named(self._conninfo)}, schema {self._schema}"
@@ -129,10 +129,7 @@ class PostgresLedger(Ledger):
             await connection.close()
 
     async def _open(self) -> Connection:
-        """The first call connects and creates the tables.
-
-        Three connections keep long reads and writes from delaying the lease's renewals.
-        """
+        """Three connections keep long reads and writes from delaying the lease's renewals."""
         if self._lost:
             raise StoreError(f"{self._name}: {self._lost}")
         async with self._opening:
@@ -214,7 +211,7 @@ class PostgresLedger(Ledger):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Fail pending queries, even if the database does not answer."""
+        """Fail pending queries even if the database hangs."""
         for connection in self._connections:
             if not connection.closed:
                 with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as line:
@@ -301,8 +298,7 @@ def _unescaped(value: Any) -> Any:
 
 
 def split_url(url: str, folder: Path) -> tuple[str, str]:
-    """The connection URL, and the schema that `?schema=NAME` names or the folder implies. Raises
-    ConfigError."""
+    """Split off the schema that `?schema=NAME` names or the folder implies. Raises ConfigError."""
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
     named = [value for name, value in query if name == "schema"]

@@ -1,4 +1,4 @@
-"""`PostgresReading`: reads a run's PostgreSQL ledger for people."""
+"""`PostgresReading` reads a run's PostgreSQL ledger for people."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tinkerscript.ledger.rows import LEDGER_VERSION
 
 
 class PostgresReading(Reading):
-    """A run's schema, which reads as empty until it exists. Queries are read-only transactions."""
+    """Queries are read-only transactions."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        """Raises ConfigError if the database does not answer or has another version."""
+        """Raises ConfigError for an unreachable database or another version."""
         conninfo, self._schema = split_url(url, folder)
         self._empty: Reading | None = None
         try:
@@ -66,7 +66,7 @@ class PostgresReading(Reading):
     def close(self) -> None:
         self._connection.close()
 
-    # Connections are thread-local, so they are dropped when their thread ends.
+    # Connections are thread-local, and end with their thread.
     def __del__(self) -> None:
         with suppress(AttributeError):
             self.close()

@@ -1,4 +1,4 @@
-"""`LedgerReader`: reads a run's ledger for people, from any thread, while the run writes.
+"""`LedgerReader` reads a run's ledger for people, from any thread, while the run writes.
 
 It opens only a ledger in the run's folder or one that the user names, because a stranger's run folder could
 name any database.
@@ -24,7 +24,7 @@ from tinkerscript.ledger.reading import NamedRow, Reading, Rows, SqliteReading
 from tinkerscript.ledger.tokens import TrainedSequence, unpacked_sequences
 from tinkerscript.rollouts.call import Call
 
-# The user's consent to read this ledger outside of the run's folder.
+# Names a ledger outside of the run's folder that the user consents to read.
 STORE_VARIABLE = "TINKERSCRIPT_STORE"
 
 # The fact with the trainer's status; see `train.run_status`.
@@ -43,7 +43,7 @@ class LedgerReader:
         """
         self.folder = folder
         self._config: tuple[int, dict[str, Any]] = (0, {})
-        # Supervised training has no server, so its ledger is always in its folder.
+        # Supervised training has no server; its ledger is in its folder.
         is_sft = self.config.get("method") == "sft"
         self._store = "sqlite" if is_sft else store or self._stated_store()
         self._connect = self._opener()
@@ -92,7 +92,7 @@ class LedgerReader:
         return lambda: SqliteReading(file_of(self._store, self.folder))
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> Rows:
-        """The SELECT must suit both SQLite and PostgreSQL. Raises StoreError."""
+        """The SELECT must suit both databases. Raises StoreError."""
         found: Reading | None = getattr(self._of_thread, "reading", None)
         if found is None or not found.is_there:
             found = self._of_thread.reading = self._connect()
@@ -125,7 +125,6 @@ class LedgerReader:
         return self.calls_of(CALLS_OF_CLAIM.replace("{s}", ""), (sequence, attempt))
 
     def calls_of(self, query: str, parameters: Sequence[Any]) -> list[Call]:
-        """Raises NotRecordedError."""
         found = self.rows(query, parameters)
         try:
             return decoded(((bytes(data),) for (data,) in found), self._dictionaries)
@@ -133,7 +132,7 @@ class LedgerReader:
             raise NotRecordedError(f"the ledger holds something else than calls: {error}") from error
 
     def sequences(self, sequence: int) -> dict[int, list[TrainedSequence]]:
-        """Step -> the episode's sequences, over all roles. Raises NotRecordedError."""
+        """Step -> sequences of all roles. Raises NotRecordedError."""
         query = "SELECT step, sequences FROM tokens WHERE episode = ? AND undone = 0 ORDER BY step, role"
         found: dict[int, list[TrainedSequence]] = {}
         try:
@@ -164,7 +163,6 @@ class LedgerReader:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The config may come from a stranger."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_CONFIG_BYTES).decode()
@@ -181,7 +179,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Name -> folder of the run at `root`, or of the runs in it. Raises ConfigError if there are none."""
+    """Name -> folder of the run at `root`, or the runs in it. Raises ConfigError if none."""
     if is_run(root):
         root = root.resolve()
         return {root.name: root}

@@ -16,7 +16,7 @@ from tinkerscript.ledger.rows import LEDGER_VERSION, create_statements
 
 
 def explained(path: Path | None, error: sqlite3.Error | str) -> str:
-    # The low byte of an extended error code is the primary code.
+    # The low byte is the primary code.
     code = sqlite3.SQLITE_CORRUPT if isinstance(error, str) else getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return f"ledger {path}: {error}"
@@ -27,7 +27,7 @@ def explained(path: Path | None, error: sqlite3.Error | str) -> str:
 
 
 class NamedRow(tuple[Any, ...]):
-    """A row with access by column name too: `row["step"]`, `dict(row)`."""
+    """Also gives access by column name: `row["step"]`, `dict(row)`."""
 
     names: tuple[str, ...] = ()
 
@@ -48,7 +48,7 @@ Rows = list[NamedRow]
 
 class Reading(ABC):
     is_there = True
-    """False if the ledger does not exist or the connection failed: readers reconnect."""
+    """If false, readers reconnect."""
 
     @abstractmethod
     def rows(self, query: str, parameters: Sequence[Any]) -> Rows:
@@ -59,10 +59,8 @@ class Reading(ABC):
 
 
 class SqliteReading(Reading):
-    """A file, which reads as empty until it exists."""
-
     def __init__(self, path: Path | None) -> None:
-        """None: an empty ledger. Raises ConfigError for another version or an unreadable file."""
+        """None: empty. Raises ConfigError for another version or an unreadable file."""
         self._path = path
         try:
             self._connection = self._opened(path)
@@ -104,7 +102,6 @@ class SqliteReading(Reading):
 
 
 def plain(value: Any) -> Any:
-    """Convert PostgreSQL's types to SQLite's."""
     if isinstance(value, Decimal):
         return int(value) if value == value.to_integral_value() else float(value)
     return bytes(value) if isinstance(value, memoryview) else value

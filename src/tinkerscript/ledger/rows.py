@@ -1,7 +1,7 @@
-"""The tables of a run's ledger, each as the struct of its rows, which also travel over the link.
+"""The tables of a run's ledger, as structs of rows, which also travel over the link.
 
-`KEY` and `CONSTRAINTS` enforce that an episode ends once, that it trains once per step and role, and that a
-policy version is published once. Rows of undone steps stay, with the resumption in `undone`.
+`KEY` and `CONSTRAINTS` ensure that an episode ends once and trains once per step and role, and that a policy
+version is published once. Rows of undone steps stay, with the resumption in `undone`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ OF_EPISODE = ("FOREIGN KEY (episode) REFERENCES {s}episodes (sequence)",)
 class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     TABLE: ClassVar[str]
     KEY: ClassVar[tuple[str, ...]] = ()
-    """Primary key; a row replaces the one with its key. Tables without a key have a column `number`, in the
-    order of writing."""
+    """Primary key. Tables without a key have a column `number`, in the order of writing."""
 
     ONCE: ClassVar[bool] = False
     """Whether a second row with a key is an error instead."""
@@ -36,8 +35,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Columns that later rows with the key do not write, which saves updating indexes."""
 
     PACKED: ClassVar[str] = ""
-    """Column that the ledger compresses."""
-
     CONSTRAINTS: ClassVar[tuple[str, ...]] = ()
     INDEXES: ClassVar[tuple[str, ...]] = ()
     """Columns in parentheses, and optionally a WHERE clause."""
@@ -51,8 +48,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SampleRow(Row, frozen=True, kw_only=True):
-    """A client's work, shared by a group's episodes."""
-
     TABLE = "samples"
     KEY = ("digest",)
     KEEPS_FIRST = True
@@ -91,7 +86,7 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     pool: str
     group_size: int
     step: int
-    """First step that could train on it, or the step before its evaluation. 0: a client's own sample."""
+    """First step that could train on it, or the step before its evaluation; 0 for a client's sample."""
 
     label: str = ""
     """Label of its evaluation, such as `before`."""
@@ -116,8 +111,7 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """1: a trainer knows of its failure."""
 
     consumed: int = 0
-    """1: a step or evaluation used it or left it out, or a resumption gave it up. One statement updates
-    many."""
+    """1: a step or evaluation used it or left it out, or a resumption gave it up."""
 
     dropped: int = 0
     """1: an operator removed it from the failures."""
@@ -126,11 +120,11 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """1: its calls and transcripts were dropped to save space."""
 
     undone: int = STANDS
-    """The resumption that undid its planned step or evaluation."""
+    """The resumption that undid its step or evaluation."""
 
 
 class AttemptRow(Row, frozen=True, kw_only=True):
-    """One claim of an episode. Attempt 0: it ended while no client held it."""
+    """Attempt 0: the episode ended while no client held it."""
 
     TABLE = "attempts"
     KEY = ("episode", "attempt")
@@ -148,7 +142,7 @@ class AttemptRow(Row, frozen=True, kw_only=True):
 
     lease_s: float
     failure: str | None = None
-    """`protocol.Failure` as JSON; NULL unless it failed."""
+    """`protocol.Failure` as JSON."""
 
 
 class CallRow(Row, frozen=True, kw_only=True):
@@ -173,11 +167,11 @@ class CallRow(Row, frozen=True, kw_only=True):
     sampled_tokens: int
     stop_reason: str
     call: bytes
-    """`rollouts.call.Call` as msgpack, with the digests of its images. Empty if dropped."""
+    """`rollouts.call.Call` as msgpack, with digests for images. Empty if dropped."""
 
 
 class ImageRow(Row, frozen=True, kw_only=True):
-    """An image in prompts, stored once. It stays when its calls are dropped."""
+    """It stays when its calls are dropped."""
 
     TABLE = "images"
     KEY = ("digest",)
@@ -272,8 +266,6 @@ class StepRow(Row, frozen=True, kw_only=True):
 
 
 class TrainedRow(Row, frozen=True, kw_only=True):
-    """A step trained on an ended episode, or left it out."""
-
     TABLE = "trained"
     KEY = ("episode", "step", "role", "undone")
     CONSTRAINTS = OF_EPISODE
@@ -293,7 +285,7 @@ class TrainedRow(Row, frozen=True, kw_only=True):
 
 
 class VerdictRow(Row, frozen=True, kw_only=True):
-    """A judge's verdict, which stands even if the step is undone."""
+    """It stands even if the step is undone."""
 
     TABLE = "verdicts"
     KEY = ("episode",)
@@ -355,7 +347,7 @@ class EvaluationRow(Row, frozen=True, kw_only=True):
     policy_version: int
     score: float | None
     margin: float | None = None
-    """Half the width of the score's 95% interval. NULL for fewer than two episodes."""
+    """Half the width of the score's 95% interval."""
 
     accepted: int
     failed: int
@@ -410,11 +402,11 @@ class Use:
     GROUP_TOO_SMALL = "group_too_small"
     EVALUATED = "evaluated"
     LEFT_OUT = "left_out"
-    """It failed, was cancelled, or no batch waited for it."""
+    """It failed, was cancelled, or no batch waited."""
 
     STALE = "stale"
     SET_ASIDE = "set_aside"
-    """The run stopped because of it. It never trains, not even after resuming."""
+    """The run stopped because of it; it never trains."""
 
     GIVEN_UP = "given_up"
     """A resumption to the checkpoint of `step` could not use it."""
@@ -433,7 +425,7 @@ TrainerRow = (
     | NoteRow
     | FactRow
 )
-# A transaction writes rows in this order, so referring tables come later.
+# In the order of writing: referring tables come later.
 TABLES: tuple[type[Row], ...] = (
     FactRow,
     SampleRow,
@@ -456,7 +448,7 @@ TABLES: tuple[type[Row], ...] = (
     NoteRow,
 )
 
-# Tables in which resuming marks later steps' rows as undone.
+# Resuming marks later steps' rows in these as undone.
 UNDONE: tuple[type[Row], ...] = (
     PublicationRow,
     StepRow,
@@ -495,14 +487,14 @@ def _type_of(annotation: Any) -> tuple[type, bool]:
 
 
 def create_statements(*, postgres: bool = False) -> list[str]:
-    """For all tables and indexes. `{s}` stands for the schema and a dot, or nothing."""
+    """`{s}` stands for the schema and a dot, or nothing."""
     types_of = _POSTGRES if postgres else _SQLITE
     number = "number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY"
     if not postgres:
         number = "number INTEGER PRIMARY KEY"
     found: list[str] = []
     for kind in TABLES:
-        # SQLite 3.40 can check a table WITHOUT ROWID only if its key's columns come first.
+        # SQLite 3.40 checks a table WITHOUT ROWID only if its key comes first.
         in_order = {name: column_types(kind)[name] for name in (*kind.KEY, *columns(kind))}
         lines = [
             f"{name} {types_of[of]}{'' if nullable else ' NOT NULL'}"

@@ -1,4 +1,4 @@
-"""`SqliteLedger`: the ledger of a run in one SQLite file.
+"""`SqliteLedger`: the ledger in one SQLite file.
 
 With durability `normal` (WAL, synchronous=NORMAL) a commit takes tens of microseconds, so it runs on the
 event loop; batches over `LONG_BATCH` use a thread. At `LOG_BYTES`, a thread syncs the log into the file. Rows
@@ -42,7 +42,7 @@ LOG_BYTES = 2**22
 LONG_BATCH = 1000  # Rows that take about 10 ms.
 LONG_BYTES = 2**22  # Payloads, calls and transcripts that take as long.
 
-# After a power failure, no policy version may be used twice, and no checkpoint may be ahead of the ledger.
+# A power failure must not repeat a policy version or leave a checkpoint ahead of the ledger.
 SYNCED = (PublicationRow, StepRow)
 
 _INODE = "inode"  # Tells an original file from a copy.
@@ -59,7 +59,7 @@ class SqliteLedger(Ledger):
         full = durability == "full"
         self._path, self._log = path, f"{path.resolve()}-wal"
         with _explained(path):
-            # One user at a time: the event loop, or with `full` the writer thread.
+            # Used by the event loop, or with `full` the writer thread.
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._set_up(full=full)
             self._use_dictionaries(self._connection.execute(_plain(DICTIONARIES)))
@@ -73,7 +73,7 @@ class SqliteLedger(Ledger):
         claims = list(claims)
         with _explained(self._path):
             run = self._reading.execute
-            run("BEGIN")  # Otherwise each SELECT would lock the file and read its pages anew.
+            run("BEGIN")  # Each SELECT would lock the file and read its pages anew.
             found = None
             try:
                 size = sum(run(_CALLS_SIZE, claim).fetchone()[0] for claim in claims)
@@ -102,7 +102,7 @@ class SqliteLedger(Ledger):
         if self._writer is not None:
             self._writer.shutdown()
         self._reading.close()
-        # A process that only reads cannot truncate the log, and may close the file last.
+        # Readers cannot truncate the log, and may close the file last.
         with suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._connection.close()

@@ -1,7 +1,7 @@
-"""Where the time of training steps goes (`step_times`), and which config key would help most.
+"""Where training steps spend their time (`step_times`), and which config key would help most.
 
-The wait for groups that would become too old is measured; other waiting is split between model calls and
-programs as running episodes split their time.
+The wait for old groups is measured. Other waiting is split between model calls and programs as running
+episodes split their time.
 """
 
 from __future__ import annotations

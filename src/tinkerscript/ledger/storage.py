@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 LARGE = {kind.TABLE: kind.PACKED for kind in TABLES if kind.PACKED}
 
-LOW_MARK = 0.95  # Share of the limit to shrink to, so that the next episode does not exceed it.
+LOW_MARK = 0.95  # Share of the limit to shrink to.
 
 DROPPED_AT_ONCE = 200
 
@@ -37,8 +37,9 @@ class StorageLimit:
         replay_lag: int = 0,
         empty: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None,
     ) -> None:
-        """`limit_mb`: in MiB; 0: no limit. `replay_lag`: steps before a checkpoint from which episodes may
-        still train after it. `empty` gets uuids to empty, and returns those that may be; None: all."""
+        """`limit_mb`: in MiB; 0: no limit. `replay_lag`: episodes of so many steps before a checkpoint may
+        still train after it. `empty` gets uuids to empty, and returns those that may be; None: all.
+        """
         self._ledger = ledger
         self._limit = limit_mb * 2**20
         self._replay_lag = replay_lag
@@ -54,7 +55,7 @@ class StorageLimit:
 
     @property
     def _may_be_over(self) -> bool:
-        if self._is_in_vain:  # Counting reads whole tables, so wait for growth first.
+        if self._is_in_vain:  # Counting reads whole tables.
             return self._ledger.bytes_put - self._put_then > self._limit * (1 - LOW_MARK)
         return self._counted is None or self._stored > self._limit
 

@@ -1,4 +1,4 @@
-"""`TrainedSequence`: a training step's numbers for each sampled token, for people to read.
+"""`TrainedSequence`: a step's numbers for each sampled token, for people to read.
 
 Arrays are little-endian, in the order of `Rollout.sampled`.
 """
@@ -26,7 +26,7 @@ class TokenUse(IntEnum):
 
 
 class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
-    """A sequence of S sampled tokens in one step. Empty arrays were not recorded."""
+    """A sequence of S sampled tokens. Empty arrays were not recorded."""
 
     number: int
     role: str = ""
@@ -55,7 +55,6 @@ _decode = msgspec.msgpack.Decoder(list[TrainedSequence]).decode
 
 
 def packed_sequences(sequences: Sequence[TrainedSequence]) -> bytes:
-    """Compressed before the link, to spare it and the server's processor."""
     return packed(_encode(sequences))
 
 

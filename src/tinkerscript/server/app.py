@@ -66,11 +66,11 @@ class InterchangeServer:
     engine: EngineRoutes
     sampler: LinkSampler
     remote_sampler: RemoteSampler | None
-    """If the config names an inference server, it replaces the engine."""
+    """Replaces the engine if the config names an inference server."""
 
     outside: Sequence[OutsideServer]
     gateways: GatewayProcesses | None
-    """They answer model calls; None: this process does."""
+    """None: this process answers model calls."""
 
     @property
     def gateway_ports(self) -> tuple[int, ...]:
@@ -117,9 +117,8 @@ async def create_server(
 ) -> InterchangeServer:
     """Assemble the server of a run folder, with the episodes in `ledger`. Binds nothing yet.
 
-    `serve_model`: the client token is the model's API key. `environ`: tokens of `interchange_server.clients`.
-    `outside` answers for roles. `listeners`: for gateway processes. `epoch`: from `ledger.lead`. Raises
-    ConfigError and StoreError.
+    `serve_model`: the client token is the model's API key. `environ`: clients' tokens. `outside` answers for
+    roles. `listeners`: for gateway processes. `epoch`: from `ledger.lead`. Raises ConfigError and StoreError.
     """
     section, times, totals = config.interchange_server, times or LinkTimes(), totals or Totals()
     book = EpisodeBook(
@@ -239,7 +238,7 @@ def _create_app(
         title="TinkerScript interchange server",
         version=__version__,
         openapi_url=None,
-        docs_url=None,  # FastAPI's page loads a script from another host.
+        docs_url=None,  # It loads a script from another host.
         redoc_url=None,
         responses={"4XX": {"model": RefusalResponse, "description": "Refused; the body says why."}},
     )

@@ -29,7 +29,7 @@ def gateway_path(number: int) -> str:
 class ServedModel(ClaimBook):
     """A model with one key for all callers (None: any key), which does not train.
 
-    Calls are counted, not recorded; the latest stored calls stay in memory, each for its key.
+    Calls are counted, not recorded; the latest stored calls stay in memory for their keys.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class _Usage:
 
 
 class LeasedClaims(ClaimBook):
-    """A claim does not expire during a call or exceed its limits, and calls are recorded before they are
-    answered.
+    """Calls are recorded before they are answered. A claim does not expire during a call or exceed its
+    limits.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class LeasedClaims(ClaimBook):
         max_tokens: int,
         gateways: int = 0,
     ) -> None:
-        """`gateways`: number of processes that serve claims; 0: this process does."""
+        """`gateways`: number of gateway processes."""
         self._gateways = gateways
         self._book = book
         self._ledger = ledger
@@ -199,7 +199,6 @@ class LeasedClaims(ClaimBook):
         return calls
 
     async def recorded(self, episode_uuid: str, attempt: int) -> list[Call]:
-        """With or without lease. Raises UnknownEpisodeError."""
         (calls,) = await self._ledger.calls([(self._book.get(episode_uuid).sequence, attempt)])
         return calls
 
@@ -211,10 +210,7 @@ class LeasedClaims(ClaimBook):
         return usage.oldest_version
 
     def _granted(self, usage: _Usage, number: int, max_tokens: int) -> int:
-        """Limit `max_tokens` to the claim's rest for each of `number` samples.
-
-        Raises GatewayError 403 `claim_limit_exceeded`, or 429 while running calls reserve the rest.
-        """
+        """Limit `max_tokens` to the claim's rest for each of `number` samples."""
         calls_left, tokens_left = self._max_calls - usage.calls, self._max_tokens - usage.tokens
         if calls_left < number:
             raise _exceeded(f"{self._max_calls} model calls")
@@ -239,7 +235,6 @@ class LeasedClaims(ClaimBook):
 
 
 def _check_bytes(usage: _Usage, number: int) -> None:
-    """Raises GatewayError 403 beyond the limit, or 429 if running calls may need the bytes."""
     limit = RECORDED_BYTES.limit
     if usage.bytes + number > limit:
         raise RECORDED_BYTES.refusal(usage.bytes + number)

@@ -1,8 +1,8 @@
 """`Clients`: what each client did recently, which must slow down, and how much each token may hold.
 
 A broken client fails at once and claims again, using up many episodes' attempts. After `MIN_FAILURES`
-failures in a row it gets one episode per second, and for `QUARANTINE_S` none, once the others' success rate
-cannot explain its failures. A client with its own token is `NAME/CLIENT_UUID`, and is also tracked as
+failures in a row it gets one episode per second, and once the others' success rate cannot explain its
+failures, none for `QUARANTINE_S`. A client with its own token is `NAME/CLIENT_UUID`, and is also tracked as
 `NAME/`, so a new uuid does not help it. If everyone fails, the run ends by itself (`NoSuccessError`).
 """
 
@@ -22,14 +22,14 @@ from tinkerscript.errors import QuotaError, UnauthorizedError
 from tinkerscript.protocol import TRAINER_POOL
 from tinkerscript.server.episodes.record import EpisodeRecord
 
-# A less likely row of failures, at the others' success rate, means quarantine.
+# Quarantine for a row of failures less likely than this at the others' success rate.
 CHANCE = 1e-6
 MIN_FAILURES = 8
 PACE_S = 1.0
 QUARANTINE_S = 600.0
 
 MAX_CLIENTS = 10_000
-MIN_AGE_S = 5.0  # Otherwise a first result looks fast.
+MIN_AGE_S = 5.0  # Else a first result looks fast.
 MESSAGE_CHARS = 300
 POLLING_S = 35.0  # A live worker's long polls last 30 s.
 SHUTDOWN_S = 2.5
@@ -48,16 +48,14 @@ class ClientRecord:
     ended: int = 0
     failed: int = 0
     failures: int = 0
-    """Its latest failures in a row. The next three fields concern these."""
+    """Its latest failures in a row, which the next three fields concern."""
 
     succeeded_before: int = 0
     failed_before: int = 0
-    """How many attempts all clients had ended before."""
-
     message: str = ""
     next_claim: float = -math.inf
     quarantined_until: float = -math.inf
-    """Infinity after an operator stopped it."""
+    """Infinity once an operator stopped it."""
 
     @property
     def why(self) -> str:
@@ -70,7 +68,6 @@ class Clients:
     def __init__(
         self, clock: Callable[[], float], max_claims: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """`max_claims`: limits by token name."""
         self._clock = clock
         self._max_claims = max_claims
         self._held: Counter[str] = Counter()
@@ -96,7 +93,7 @@ class Clients:
         return name if slash and name in self._max_claims else ""
 
     def owner(self, client_uuid: str, account: str) -> str:
-        """`account` is empty for the shared token. Raises UnauthorizedError 403 for another token's name."""
+        """Raises UnauthorizedError 403 for another token's name."""
         if account:
             return f"{account}/{client_uuid}"
         if name := self.account(client_uuid):
@@ -108,7 +105,6 @@ class Clients:
         return client_uuid
 
     def check_pool(self, account: str, pool: str) -> None:
-        """Raises UnauthorizedError 403 unless the pool is the trainer's or the account's."""
         if account and pool not in (TRAINER_POOL, account):
             raise UnauthorizedError(
                 403, f"client {account!r} may use the trainer's pool and its own, not {pool!r}"
@@ -119,7 +115,6 @@ class Clients:
         return max(0, self._max_claims[name] - self._held[name]) if name else math.inf
 
     def check_waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> None:
-        """Raises QuotaError."""
         name = self.account(client)
         held = self._held[name] if what == "an episode" else 0
         if name and held + self._waiting[name, what] >= self._max_claims[name]:
@@ -130,7 +125,6 @@ class Clients:
 
     @contextmanager
     def waiting(self, client: str, what: Literal["an episode", "the run's end"]) -> Generator[None]:
-        """Raises QuotaError."""
         self.check_waiting(client, what)
         key = self.account(client), what
         self._waiting[key] += 1
@@ -201,7 +195,7 @@ class Clients:
         return record.failures >= MIN_FAILURES and (1 - rate) ** record.failures < CHANCE
 
     def stop(self, name: str) -> None:
-        """`NAME/` stops an account. A restart ends it."""
+        """A restart ends it."""
         record = self._quarantined[name] = self.seen(name)
         record.quarantined_until = math.inf
 
@@ -289,7 +283,6 @@ class RunEnd:
         return self.is_here
 
     async def known_to_all(self) -> None:
-        """Waits at most `shutdown_s` seconds."""
         try:
             async with asyncio.timeout(self._shutdown_s):
                 while self.is_here and self._unaware:

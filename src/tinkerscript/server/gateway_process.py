@@ -1,7 +1,5 @@
-"""A gateway process (`tinkerscript gateway`), which the server starts.
-
-It answers its claims' model calls on its own port. The server's ledger has everything that it knows, so it
-can die at any time.
+"""A gateway process (`tinkerscript gateway`), which the server starts, answers its claims' model calls on its
+own port. It can die at any time, because the server's ledger has everything that it knows.
 """
 
 from __future__ import annotations
@@ -60,7 +58,6 @@ class GatewayProcess:
         self._claims = RemoteClaims(self._channel.send)
 
     async def run(self, channel: socket.socket, listener: socket.socket) -> None:
-        """Raises ConfigError."""
         loop = asyncio.get_running_loop()
         self._setup = loop.create_future()
         loop.add_signal_handler(signal.SIGTERM, self._stop.set)
@@ -113,7 +110,7 @@ class GatewayProcess:
             case Answer() | AskRefused():
                 self._claims.answered(message)
             case ForgetClaim():
-                if self._gateway is not None:  # Earlier answers must wake their waiters first.
+                if self._gateway is not None:  # Earlier answers wake their waiters first.
                     loop = asyncio.get_running_loop()
                     loop.call_soon(self._gateway.forget, message.episode_uuid, message.attempt)
             case StopServing():

@@ -1,7 +1,6 @@
 """`GatewayProcesses`: starts, restarts and stops the server's gateway processes.
 
-The server's secret decides which process owns a claim. A process's port stays open during a restart, so calls
-wait. No process outlives the server.
+A process's port stays open during a restart, so calls wait. No process outlives the server.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class GatewayChild:
             await asyncio.sleep(seconds)
         finally:
             http.should_exit = True
-            await asyncio.shield(serving)  # If cancelled, it would leave sockets open.
+            await asyncio.shield(serving)  # Cancelling it would leave sockets open.
 
     async def _run_once(self) -> tuple[bool, str]:
         began, served = time.monotonic(), False

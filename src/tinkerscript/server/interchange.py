@@ -60,8 +60,6 @@ logger = logging.getLogger(__name__)
 class EngineState:
     status: EngineStatus = "ENGINE.OFFLINE"
     without_trainer: EngineStatus = "ENGINE.OFFLINE"
-    """ROLLING if an inference server samples."""
-
     policy_version: int = 0
     global_step: int = 0
     model: str = ""
@@ -129,14 +127,14 @@ class Interchange:
         )
 
     async def recall(self, uuids: Iterable[str]) -> None:
-        """Load episodes that only the ledger has. Raises StoreError."""
+        """Load episodes from the ledger. Raises StoreError."""
         missing = [uuid for uuid in uuids if uuid not in self.book and _is_text(uuid)]
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
             await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
 
     async def empty(self, uuids: Sequence[str]) -> set[str]:
-        """Also empties episodes that only the ledger has. Raises StoreError."""
+        """Raises StoreError."""
         await self.recall(uuids)
         return self.book.empty(uuids)
 
@@ -240,12 +238,10 @@ class Interchange:
         self.on_ended(numbers)
 
     async def commit(self) -> None:
-        """Raises StoreError."""
         self.settle()
         await self._ledger.durable()
 
     def when_committed(self, callback: Callable[[], None]) -> None:
-        """Run `callback` after all settled changes, and never before this call returns."""
         self._ledger.after_commit(callback)
 
     async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
@@ -285,7 +281,7 @@ class Interchange:
                 wakeup, until = None, self._clock()
 
     def withdraw(self, request: ClaimEpisodeRequest, claims: list[Claim]) -> None:
-        """Take claims back after a disconnect, unless a request id lets the client ask again."""
+        """Take claims back, unless a request id lets the client ask again."""
         if request.claim_request_id:
             return
         failure = Failure(kind=CLIENT_GONE, message="the client hung up before the reply")
@@ -297,7 +293,7 @@ class Interchange:
         self.settle()
 
     def stop_client(self, client: str) -> None:
-        """Also requeues its episodes. `NAME/` stops an account."""
+        """Also requeues its episodes."""
         self.clients.stop(client)
         for name in self.book.clients_named(client) if client.endswith("/") else (client,):
             self.book.release_client(name, "an operator has stopped the client", kind=CLIENT_STOPPED)
@@ -330,7 +326,6 @@ class Interchange:
 
     @property
     def why_over(self) -> str:
-        """Empty while there may be more episodes."""
         if not self.engine.run_finished:
             return ""
         return f"The run has failed: {self.engine.failure}" if self.engine.failure else RUN_FINISHED
@@ -374,7 +369,7 @@ class Interchange:
 
     @property
     def max_groups_ahead(self) -> int:
-        """Complete groups at which a client's pool is held back. 0: no batch known."""
+        """A client's pool is held back at so many complete groups; 0: no batch known."""
         batch = self.engine.batch
         return 0 if batch is None else batch.needed
 
@@ -447,7 +442,6 @@ class Interchange:
         )
 
     def _check_pool(self, new: NewEpisode, number: int) -> None:
-        """Raises QuotaError."""
         quota = self._totals.pool_episodes
         if number and self.book.counts.unfinished(new.pool) + number > quota:
             raise QuotaError(
@@ -467,7 +461,7 @@ class Interchange:
             )
 
     def sample_without_trainer(self, model: str) -> None:
-        """Hand out episodes without a trainer, because an inference server samples."""
+        """Hand out episodes although no trainer is connected."""
         self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)
@@ -483,7 +477,6 @@ class Interchange:
         self.set_status("ENGINE.BOOTING")
 
     def trainer_gone(self, failure: str = "") -> None:
-        """The trainer is silent, or ended with `failure`."""
         self.engine.failure = self.engine.failure or failure
         self.set_status("ENGINE.BOOTING" if self.engine.booting else self.engine.without_trainer)
 
@@ -544,7 +537,7 @@ class Interchange:
         self.settle()
 
 
-# Between two pages, a database lease can be renewed.
+# A database lease can be renewed between pages.
 PAGE = 5000
 
 
@@ -560,7 +553,7 @@ WHERE sequence > ? AND (consumed = 0 OR end_number > ?
 
 
 async def read_episodes(ledger: Ledger, *, kept: int = KEPT) -> StoredEpisodes:
-    """Consumed episodes are read without payload and result."""
+    """Consumed episodes lack payload and result."""
     ((last_sequence, last_end),) = await ledger.read(
         "SELECT (SELECT coalesce(max(sequence), 0) FROM {s}episodes), "
         "(SELECT coalesce(max(end_number), 0) FROM {s}episodes)"
@@ -611,7 +604,7 @@ async def _with_attempts(ledger: Ledger, page: list[EpisodeRow]) -> list[Episode
 
 
 def _is_text(text: str) -> bool:
-    """False for lone surrogates, which JSON can hold and databases cannot."""
+    """Lone surrogates fit into JSON, but not databases."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -78,7 +78,6 @@ class ServerMetrics:
         self._link_drops.labels(reason).inc()
 
     def add_trainers(self, text: bytes) -> bool:
-        """Returns False for malformed or foreign metrics."""
         try:
             names = [family.name for family in text_string_to_metric_families(text.decode())]
         except (ValueError, KeyError, IndexError):

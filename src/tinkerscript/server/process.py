@@ -1,8 +1,8 @@
 """The server as a process: one run folder, one HTTP socket, one link, graceful shutdown.
 
-Errors that a user can fix are found before the app is imported, which takes seconds. One server at a time
-serves a run folder, and `server.json` is written once its addresses accept connections. With a shared ledger,
-servers of several folders take turns, and answer 503 meanwhile.
+A user's errors are found before the app is imported, which takes seconds. One server at a time serves a run
+folder, and writes `server.json` once its addresses accept connections. With a shared ledger, servers of
+several folders take turns, and answer 503 meanwhile.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ async def running_server(
     connections: ConnectionLimits | None = None,
     gate: Gate | None = None,
 ) -> AsyncGenerator[tuple[ServerInfo, asyncio.Task[None]]]:
-    """Serve `run_dir` in this context. Yields the addresses, and a task that fails if the server does.
+    """Serve `run_dir`. Yields the addresses, and a task that fails if the server does.
 
     With a shared ledger, the context opens at this server's first turn. `gate` is the app, for callers
-    without a connection. Raises ConfigError (a port in use, a missing token, a folder already served, an
-    unusable inference server) and StoreError.
+    without a connection. Raises StoreError and ConfigError (such as a port in use, a missing token or a
+    folder already served).
     """
     model_folder(config.engine.model)
     section = config.interchange_server
@@ -166,7 +166,7 @@ async def _sampler_of(config: RunConfig, environ: Mapping[str, str]) -> AsyncGen
 class Gate:
     """The process's ASGI app: the server's while it may serve, otherwise 503.
 
-    Clients then try again, and `/ready` shows a load balancer where to send them.
+    Clients then try again; `/ready` shows a load balancer where to send them.
     """
 
     def __init__(self) -> None:
@@ -190,13 +190,13 @@ class Gate:
         if scope["path"] == "/health":
             return JSONResponse(HealthResponse(version=__version__).model_dump())
         refusal = self._refusals.refuse(Request(scope), 503, STANDBY)
-        # Load balancers choose a server only for a new connection.
+        # Load balancers choose a server per connection.
         refusal.headers["Connection"] = "close"
         return refusal
 
 
 class _Terms:
-    """A term ends with the first error, and the next one reads everything from the ledger."""
+    """A term ends with the first error; the next rereads the ledger."""
 
     def __init__(
         self,
@@ -225,7 +225,6 @@ class _Terms:
         self._served = False
 
     async def run(self) -> None:
-        """Raises ConfigError, and the error of an unshared ledger."""
         said = ""
         try:
             while True:
@@ -251,7 +250,6 @@ class _Terms:
                 await asyncio.gather(self._serving, return_exceptions=True)
 
     async def finish_requests(self) -> None:
-        """Running requests still need the background tasks."""
         if self._gate.server is not None:
             await self._gate.server.until_end_is_known()
         self._gate.stop_waiting()
@@ -325,7 +323,7 @@ def _lost_ledger(error: BaseException) -> StoreError | None:
 
 
 async def _close(ledger: Ledger) -> None:
-    """A shared ledger's failure is only logged: the next server continues."""
+    """Only logs a shared ledger's failure: the next server continues."""
     try:
         await ledger.close()
     except StoreError as error:

@@ -69,18 +69,17 @@ logger = logging.getLogger(__name__)
 AT_ONCE = 16
 MAX_ON_THE_WAY = MAX_FRAME_BYTES  # Bytes of unconfirmed outcomes.
 LAST_COMMIT = "last_commit"
-OVERHEAD = 1024  # Bounds a message's bytes around each call, and the rest.
+OVERHEAD = 1024  # Bounds a message's bytes around each call.
 
 
 class LastCommit(msgspec.Struct, frozen=True):
-    """Stored in the transaction of the commit's rows."""
+    """Stored with the commit's rows."""
 
     trainer: str = ""
     number: int = 0
 
 
 async def read_last_commit(ledger: Ledger) -> LastCommit:
-    """Raises StoreError."""
     found = await ledger.read("SELECT value FROM {s}facts WHERE name = ?", (LAST_COMMIT,))
     return msgspec.json.decode(found[0][0], type=LastCommit) if found else LastCommit()
 
@@ -101,7 +100,7 @@ async def resume_run(
     beginning = await find_beginning(ledger, checkpoints, replay_lag=replay_lag)
     history, book = beginning.history, interchange.book
     await interchange.recall_after(history.step, beginning.used)
-    # One transaction, without an await before the commit: the undone steps' facts cannot be read again.
+    # No await before the commit: the undone steps' facts cannot be read again.
     undo_later(ledger, history, time=time.time())
     for episode in book.resume(
         history.step, history.resumption, beginning.used, plan_lag=plan_lag, spoiled=beginning.spoiled
@@ -112,7 +111,7 @@ async def resume_run(
         for each in book.planned(history.step + 1, plan_lag=plan_lag)
     ]
     for episode in book.open_ends.values():
-        if episode.state == "failed":  # The trainer waits for it, so no operator may retry it.
+        if episode.state == "failed":  # The trainer waits for it.
             book.offer_failure(episode.uuid)
     await interchange.commit()
     return msgspec.structs.replace(
@@ -166,7 +165,7 @@ class TrainerMessageHandler:
     def handle(self, event: LinkEvent) -> None:
         try:
             self._handle(event)
-        except StoreError:  # Memory is ahead of the ledger, so the server must end.
+        except StoreError:  # Memory is ahead of the ledger.
             raise
         except Exception:
             logger.exception("link.drop reason=failed message=%s", type(event).__name__)
@@ -240,7 +239,7 @@ class TrainerMessageHandler:
         self._interchange.when_committed(lambda: self._link.send(done))
 
     def _commit(self, message: Commit) -> None:
-        """Trainers repeat unconfirmed commits; each is written once, in order."""
+        """Trainers repeat unconfirmed commits."""
         trainer, last = self._link.trainer_id, self._last_commit
         done = last.number if last.trainer == trainer else 0
         if message.number > done + 1:
@@ -272,7 +271,7 @@ class TrainerMessageHandler:
         self._link.send(await self._answered(request, work))
 
     async def _answered(self, request: Request, work: Awaitable[Answer]) -> Answer:
-        """Trainers repeat unanswered requests forever, so failures are answered."""
+        """Trainers repeat unanswered requests, so failures are answered."""
         name, is_config = type(request).__name__, False
         try:
             return await work
@@ -287,7 +286,6 @@ class TrainerMessageHandler:
         return RequestFailed(request_id=request.request_id, reason=reason, is_config=is_config)
 
     def _resume(self, request: Resume) -> None:
-        """The trainer may ask repeatedly."""
         key = self._link.trainer_id, request.request_id
         if key != self._resuming:
             self._resuming, self._resumed = key, None
@@ -299,7 +297,7 @@ class TrainerMessageHandler:
         key = self._resuming
         async with self._beginning:
             answer = await self._answered(request, self._begun(request))
-        if key == self._resuming:  # Otherwise another trainer took over.
+        if key == self._resuming:
             self._resumed = answer
             self._say_resumed(answer)
 
@@ -332,7 +330,7 @@ class TrainerMessageHandler:
 
 
 class OutcomeStream:
-    """Sends the committed, unused outcomes in order of their end numbers, until the trainer has them.
+    """Sends committed, unused outcomes in order of their end numbers, until the trainer has them.
 
     An outcome too large for a message fails its episode, so that it does not block the others.
     """
@@ -385,7 +383,7 @@ class OutcomeStream:
             self._changed.set()
 
     async def run(self) -> None:
-        """Send until cancelled. Raises StoreError."""
+        """Raises StoreError."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -399,9 +397,8 @@ class OutcomeStream:
         return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord], reading: int) -> None:
-        """An outcome that cannot be read or encoded fails alone.
-
-        Sending stops after a `follow`, which has queued these outcomes again.
+        """An outcome that cannot be read or encoded fails alone. A `follow` ends this, having queued the rest
+        again.
         """
         try:
             first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
@@ -428,7 +425,6 @@ class OutcomeStream:
                 await self._give_up(episode, f"the result and its calls have {size} bytes; {limit}", reading)
 
     async def outcomes(self, episodes: Sequence[EpisodeRecord]) -> list[Outcome]:
-        """Reading their calls together is faster."""
         claims = [(each.sequence, each.attempt) for each in episodes if each.state == "ended"]
         calls = dict(zip(claims, await self._ledger.calls(claims), strict=True))
         return [await self._outcome(each, calls.get((each.sequence, each.attempt), [])) for each in episodes]

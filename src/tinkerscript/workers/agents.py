@@ -1,9 +1,9 @@
 """`AgentTask` is an Inspect task with a coding agent in place of the task's solver.
 
 Each episode runs the agent in `/work` of a `bubblewrap` sandbox, with the sample's input as its prompt. Then
-all processes end, each file in a sample's metadata `tests` is restored or removed, and the scorers run in the
-same sandbox with a fresh home, without the agent's programs or the model. To add an agent, write its
-`CodingAgent` and add it to `AGENTS`.
+all processes end, each file in the metadata `tests` is restored or removed, and the scorers run in the
+sandbox with a fresh home, without the agent's programs or the model. To add an agent, add its `CodingAgent`
+to `AGENTS`.
 
 Sources: the programs' help and documentation; Claude Code 2.1, Codex CLI 0.169, mini-swe-agent 2.4, opencode
 1.18.
@@ -41,14 +41,13 @@ from tinkerscript.workers.inspect_task import GatewayPolicy, InspectTask
 from tinkerscript.workers.model_relay import AgentRelay
 
 PORT = 8000  # On the agent's loopback interface.
-MAX_OUTPUT_BYTES = 4 * 2**20  # From the end of an agent's output.
+MAX_OUTPUT_BYTES = 4 * 2**20
 OF_A_CLAIM = 0.9  # The rest is for scoring.
 TESTS = "tests"
 
 
 class AgentTask(InspectTask):
     def __init__(self, name: str, agent: str, time_limit_s: float, /, **args: Any) -> None:
-        """Raises ConfigError or WorkerError."""
         super().__init__(name, **args)
         program = agent_named(agent)
         installation_of(program)
@@ -88,7 +87,7 @@ def agent_solver(agent: CodingAgent, time_limit_s: float) -> Solver:
 
 
 def _record(agent: CodingAgent, run: AgentRun) -> None:
-    # Inspect's record of the sample becomes the episode's transcript.
+    # This becomes the episode's transcript.
     found: dict[str, JsonValue] = {
         "exit_code": run.exit_code,
         "model_calls": run.calls,
@@ -129,8 +128,8 @@ class AgentRun:
 async def run_agent(
     agent: CodingAgent, prompt: str, *, sandbox: Bubblewrap, model: EpisodeModel, limit_s: float
 ) -> AgentRun:
-    """Raises WorkerError for an agent that is not installed, made no model call, or ended with an unsupported
-    call; ClaimLostError; IsolationError.
+    """Raises ClaimLostError, IsolationError, and WorkerError for an agent that is not installed, made no
+    model call, or ended with an unsupported call.
     """
     if len(prompt.encode()) > MAX_PROMPT_BYTES:
         raise WorkerError(
@@ -163,7 +162,7 @@ async def run_agent(
 
 
 def _write_home(sandbox: Bubblewrap, agent: CodingAgent, job: AgentJob) -> None:
-    # No program of the agent has run yet, so no links are in the way.
+    # The agent has not run yet, so no links are in the way.
     for name, text in agent.home_files(job).items():
         path = Path(f"{sandbox.root}{HOME}") / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,8 +211,7 @@ class AgentJob:
 class CodingAgent:
     program: str
     arguments: Callable[[AgentJob], list[str]]  # After the program's name.
-    environment: Callable[[AgentJob], dict[str, str]]  # In addition to the sandbox's.
-    # By path in the home folder.
+    environment: Callable[[AgentJob], dict[str, str]]
     home_files: Callable[[AgentJob], Mapping[str, str]] = lambda job: {}
     answer: Callable[[str], str] = lambda output: ""  # Finds the final answer in the output.
 
@@ -229,6 +227,7 @@ def _claude_environment(job: AgentJob) -> dict[str, str]:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(job.context_tokens),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(job.reply_tokens),
+        # Only Anthropic's models know the references to tools loaded later.
         # Tools loaded later come as references, which only Anthropic's models know.
         "ENABLE_TOOL_SEARCH": "false",
         "IS_SANDBOX": "1",
@@ -275,7 +274,6 @@ def _opencode_config(job: AgentJob) -> Mapping[str, str]:
     return {".config/opencode/opencode.json": json.dumps(config)}
 
 
-# For `tinkerscript worker --agent`.
 AGENTS: Mapping[str, CodingAgent] = {
     "claude-code": CodingAgent(
         "claude",
@@ -327,7 +325,6 @@ AGENTS: Mapping[str, CodingAgent] = {
 
 
 def agent_named(name: str) -> CodingAgent:
-    """Raises WorkerError."""
     if name not in AGENTS:
         raise WorkerError(f"there is no agent {name!r}; there are {', '.join(AGENTS)}")
     return AGENTS[name]
@@ -341,7 +338,6 @@ class Installation:
 
 
 def installation_of(agent: CodingAgent) -> Installation:
-    """Raises WorkerError if the agent is not on the PATH."""
     found = shutil.which(agent.program)
     if found is None:
         raise WorkerError(f"{agent.program!r} is not on the PATH; docs/agents.md shows how to install it")

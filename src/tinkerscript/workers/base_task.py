@@ -1,7 +1,7 @@
 """`Task` is the interface of every kind of environment, and `load_task` makes one from its name.
 
 The trainer asks a task for its samples; a worker runs one with its episode's `EpisodeModel`. `verifiers:ENV`
-is of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and every other name is one of
+is of the kind `verifiers`, `file.py:NAME` and `module:NAME` are the user's, and every other name is
 Inspect's.
 """
 
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeModel:
-    """The model of one episode, for any program that speaks OpenAI's or Anthropic's format."""
+    """The model of one episode, for programs that speak OpenAI's or Anthropic's format."""
 
     base_url: str
     """For OpenAI's clients; ends in `/v1`."""
@@ -59,14 +59,14 @@ class EpisodeModel:
     api_key: str = field(repr=False)
     name: str = "policy"  # The `model` field of requests.
     endpoint: ChatEndpoint = field(repr=False)  # Shared by all episodes of a worker.
-    # Fields for every call. Empty during a run, where the server decides.
+    # Fields for every call; empty in a run, where the server decides.
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     # In order, for `WorkflowOutput.call_rewards`.
     reply_ids: list[str] = field(default_factory=list[str], repr=False, compare=False)
     claim: Episode | None = None  # None in `tinkerscript eval`.
 
     def role(self, name: str) -> EpisodeModel:
-        """Return the model of a role, such as a judge. The server refuses unknown roles."""
+        """Return the model of a role. The server refuses unknown roles."""
         return replace(self, name=name, reply_ids=[])
 
     @property
@@ -81,7 +81,7 @@ class EpisodeModel:
     async def complete(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
         """Make a model call and return the reply's message (`role`, `content`, and `tool_calls` if any).
 
-        `messages` and `fields` follow OpenAI's chat completions. Raises like `ChatEndpoint.complete`.
+        Arguments follow OpenAI's chat completions. Raises like `ChatEndpoint.complete`.
         """
         body = {"model": self.name, "messages": list(messages), **self.sampling, **fields}
         completion = await self.endpoint.complete(self.base_url, self.api_key, body)
@@ -94,7 +94,6 @@ class EpisodeModel:
 
     @property
     def max_transcript_bytes(self) -> int:
-        # 0 if none is kept.
         return self.claim.max_transcript_bytes if self.claim else 0
 
     async def record_transcript(self, transcript: bytes) -> None:
@@ -110,10 +109,10 @@ class EpisodeModel:
 
 
 class Task(ABC):
-    """A source of samples that can run them. Subclass it; its arguments are `task.train_args`."""
+    """A source of samples that can run them. A subclass takes `task.train_args`."""
 
     task_id: str = ""  # The same on every machine; set by `load_task`.
-    temperature: float | None = None  # If calls set none. A run warns that 0 does not train.
+    temperature: float | None = None  # If calls set none; 0 does not train.
 
     _own: dict[bool, dict[str, TaskSample]] | None = None
 
@@ -136,14 +135,14 @@ class Task(ABC):
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> RolloutResult:
         """Run one episode and score it. Calls may be concurrent.
 
-        Returns a reward, or a reward and more (see `named_scores`). Raises if the rollout cannot be scored:
-        an exception is recorded as the reason of a failure.
+        Returns a reward, or a reward and more (see `named_scores`). Raises if the rollout cannot be scored,
+        and the exception is recorded as the reason.
         """
 
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """Hold resources for rollouts of `tasks`, all tasks of this kind in the process."""
+        """Hold resources for `tasks`, all of this kind in the process."""
         yield
 
 
@@ -156,10 +155,10 @@ def named_scores(
     metadata: Mapping[str, JsonValue] | None = None,
     call_rewards: Mapping[str, float] | None = None,
 ) -> WorkflowOutput:
-    """Make a rollout's result with scores by name. `call_rewards` rewards single calls.
+    """Make a rollout's result with scores by name, shown and averaged as `score/<name>`.
 
-    Scores are shown, and averaged as `score/<name>`; `metrics` are averaged under their names. `answer` shows
-    people what was scored.
+    `metrics` are averaged under their names. `answer` shows people what was scored. `call_rewards` rewards
+    single calls.
     """
     shown: dict[str, JsonValue] = {
         "scores": dict(scores),
@@ -182,8 +181,9 @@ TASK_KINDS: Mapping[str, str] = {
     "textarena": "tinkerscript.workers.environments.textarena_game:TextArenaGame",
     "verifiers": "tinkerscript.workers.environments.verifiers_environment:VerifiersEnvironment",
 }
-"""Kind, which also names its extra -> `module:factory`. A factory takes the part after the colon and the
-task's arguments, and raises ConfigError.
+"""Kind, which also names its extra -> `module:factory`.
+
+A factory takes the part after the colon and the task's arguments, and raises ConfigError.
 """
 
 ENTRY_POINTS = "tinkerscript.tasks"  # Other packages' kinds, with factories like ours.
@@ -194,7 +194,7 @@ _INSPECT_FACTORY = "tinkerscript.workers.inspect_task:InspectTask"
 
 
 def kind_of(name: str) -> str:
-    """Return one of `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
+    """Return a kind of `TASK_KINDS` or an installed package, `own`, or `inspect`. Raises ConfigError."""
     prefix, colon, rest = name.partition(":")
     if re.fullmatch(r".+\.py:\w+", name):
         return OWN
@@ -294,7 +294,6 @@ def _name_anywhere(name: str) -> str:
 
 
 def load_module(path: Path) -> ModuleType:
-    """Raises WorkerError if the file is missing or cannot be imported."""
     path = path.resolve()
     check_is_there(path)
     name = f"tinkerscript_script_{path.stem}"
@@ -302,7 +301,7 @@ def load_module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise WorkerError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # First, so that dataclasses and pickling in the script find their module.
+    # Dataclasses and pickling in the script look for it.
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent))
     try:
@@ -324,7 +323,6 @@ def how_to_install(module: str | None) -> str:
 
 
 def check_is_there(path: Path) -> None:
-    """Raises WorkerError with the files that exist."""
     if not path.is_file():
         raise WorkerError(f"no script at {path}; {_beside(path)}")
 

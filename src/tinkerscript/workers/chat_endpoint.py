@@ -25,7 +25,7 @@ _TIMED_OUT = -1
 @dataclass(frozen=True)
 class RetryPolicy:
     attempts: int = 6  # That end in a server error.
-    max_away_s: float = 300.0  # In total. The claim outlives a restart of the server.
+    max_away_s: float = 300.0  # In total; claims outlive a restart.
     first_delay_s: float = 0.25  # Doubles up to `max_delay_s`, with a jitter of 50%.
     max_delay_s: float = 8.0
     max_busy_s: float = 600.0  # For the `Retry-After` of 429 and 503.
@@ -36,8 +36,8 @@ Reply = TypeVar("Reply")
 
 @dataclass(frozen=True, slots=True)
 class ChatAttempt(Generic[Reply]):
-    status: int  # 0 if the connection failed, `_TIMED_OUT` without an answer in time.
-    said: bytes  # A refusal's body, or why the connection failed.
+    status: int  # 0 if the connection failed, or `_TIMED_OUT`.
+    said: bytes
     reply: Reply | None
     retry_after: float | None
 
@@ -45,8 +45,8 @@ class ChatAttempt(Generic[Reply]):
 class ChatEndpoint:
     """A connection pool per gateway process (base URL), for one event loop.
 
-    A call is retried while the server restarts or is busy, and never after a final refusal. aiohttp takes a
-    fraction of httpx's CPU time per request.
+    Calls are retried while the server restarts or is busy. aiohttp takes a fraction of httpx's CPU time per
+    request.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class ChatEndpoint:
         retry: RetryPolicy | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        # Tests replace `sleep`.
         self._connections = connections
         self._timeout = aiohttp.ClientTimeout(total=call_timeout_s, sock_connect=30.0)
         self._retry = retry or RetryPolicy()
@@ -67,15 +66,14 @@ class ChatEndpoint:
     async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST `body` to `{base_url}/chat/completions`.
 
-        Raises ClaimLostError for 409 claim_lost, RequestRefusedError for other refusals, and
-        ServerUnreachableError when retries end.
+        Raises ClaimLostError (409 claim_lost), RequestRefusedError, and ServerUnreachableError when retries
+        end.
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()
         return json.loads(await self._answer(url, api_key, data, "application/json", self.whole))
 
     async def get_json(self, url: str, api_key: str) -> dict[str, Any]:
-        """Raises like `complete`."""
         return json.loads(await self._answer(url, api_key, None, "application/json", self.whole))
 
     async def open_stream(self, url: str, api_key: str, data: bytes) -> aiohttp.ClientResponse:
@@ -126,7 +124,6 @@ class ChatEndpoint:
             await session.close()
 
     async def whole(self, url: str, data: bytes | None, headers: dict[str, str]) -> ChatAttempt[bytes]:
-        """Without `data` this is a GET."""
         attempt = await self._open(url, data, headers)
         if attempt.reply is None:
             return ChatAttempt(attempt.status, attempt.said, None, attempt.retry_after)

@@ -37,9 +37,9 @@ from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 
 
 class InspectTask(Task):
-    """An Inspect task: `file.py@name`, or a registered name, with the task function's arguments.
+    """An Inspect task: `file.py@name`, or a registered name.
 
-    These also choose the samples: training and evaluation use the task's whole dataset.
+    The task function's arguments choose the samples: training and evaluation use the task's whole dataset.
     """
 
     def __init__(self, name: str, /, **args: Any) -> None:
@@ -73,7 +73,7 @@ class InspectTask(Task):
         return None if sample is None else sample_summary(sample)
 
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> WorkflowOutput:
-        """Raises TaskFailedError if the task's code raises, ClaimLostError, and the endpoint's errors."""
+        """Raises TaskFailedError if the task's code raises."""
         assert self._eval is not None, "a rollout runs inside `resources`"
         policy = GatewayPolicy(model, self._by_id[str(sample["id"])])
         records: list[EvalSample] = []
@@ -144,7 +144,7 @@ class GatewayPolicy:
         self.model = model
         self.sample = sample
         self._converter = ChatConverter()
-        self.unapplied: set[str] = set()  # The task's settings that requests do not carry, as `name=value`.
+        self.unapplied: set[str] = set()  # Settings that requests do not carry, as `name=value`.
         self.reply_ids = list[str]()
         self.calls = 0  # Includes an agent's calls.
         self.lost: ClaimLostError | None = None

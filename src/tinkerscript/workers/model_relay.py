@@ -1,7 +1,7 @@
 """Relays for model calls of programs that must not, or cannot, hold a claim's key.
 
-`ModelRelay` is for a library that would keep a model client for every key: a request header names the
-conversation. `AgentRelay` is the only way out of an agent's sandbox, and passes only routes of the model.
+`ModelRelay` is for a library that would keep a model client per key; a header names the conversation.
+`AgentRelay` is the only way out of an agent's sandbox, and passes only routes of the model.
 """
 
 from __future__ import annotations

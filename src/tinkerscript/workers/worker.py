@@ -1,7 +1,7 @@
 """`run_worker` is a worker process: it runs a user's script, or tasks, over a server's episodes.
 
 SIGTERM, SIGINT and, on request, the parent's end stop it gracefully. A worker runs its own copy of a sample,
-never a payload's content, so that a server cannot make it run anything else.
+never a payload's content, so a server cannot make it run anything else.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """Give either `script` or `tasks`."""
+    """Give either `script` or `tasks`. `Runner` and its client explain fields without comments."""
 
     server_url: str = DEFAULT_SERVER_URL
     script: str = ""  # A file with a `rollout(episode)` function.
     tasks: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict[str, Mapping[str, JsonValue]])
-    """Each task's arguments, by name (docs/environments.md)."""
+    """Each task's arguments, by name."""
 
     eval_args: Mapping[str, Mapping[str, JsonValue]] = field(
         default_factory=dict[str, Mapping[str, JsonValue]]
@@ -93,7 +93,7 @@ class WorkerOptions:
     exit_with_parent: bool = False  # When standard input, a pipe from the parent, closes.
     grace_s: float = DEFAULT_GRACE_S  # For running episodes after SIGTERM.
     give_up_after_s: float | None = DEFAULT_GIVE_UP_AFTER_S  # For an unreachable server. None: no limit.
-    token: str | None = field(default=None, repr=False)  # None if the server requires none.
+    token: str | None = field(default=None, repr=False)
 
 
 def run_worker(options: WorkerOptions) -> RunStatistics:
@@ -107,8 +107,7 @@ def run_worker(options: WorkerOptions) -> RunStatistics:
 def worker_process(options: WorkerOptions) -> int:
     """Return the exit code: `INTERRUPTED` after a signal, 1 if the run failed, otherwise 0.
 
-    A supervisor must know whether work is left: a Kubernetes Job is complete when one pod exits with 0. The
-    run's own workers do not report its failure.
+    A Kubernetes Job is complete when one pod exits with 0. The run's own workers do not report its failure.
     """
     signals = list[signal.Signals]()
     _, has_failed = asyncio.run(_run(options, signals))
@@ -132,7 +131,7 @@ async def open_runner(
     client: AsyncTinkerScriptClient | None = None,
     endpoint: ChatEndpoint | None = None,
 ) -> AsyncGenerator[Runner]:
-    """To reach a server in this process, give `client` and `endpoint`. Raises WorkerError."""
+    """Pass `client` and `endpoint` to reach a server in this process. Raises WorkerError."""
     async with AsyncExitStack() as stack:
         rollout = await _rollout(options, stack, endpoint)
         yield Runner(
@@ -219,7 +218,7 @@ def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> T
 def tasks_with_args(
     tasks: Sequence[str], args: Sequence[Mapping[str, JsonValue]]
 ) -> dict[str, Mapping[str, JsonValue]]:
-    """Raises WorkerError for too many arguments, or a repeated task."""
+    """Raises WorkerError."""
     if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
         raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
     return {task: args[i] if i < len(args) else {} for i, task in enumerate(tasks)}
@@ -228,7 +227,7 @@ def tasks_with_args(
 def load_rollout(script: str | Path) -> RolloutFunction:
     """Return a script's `rollout`, with its folder first in `sys.path`, as when Python runs it.
 
-    Raises WorkerError for a missing file or function, or a script that cannot be imported.
+    Raises WorkerError for a missing file or function, or a failing import.
     """
     path = Path(script).expanduser().resolve()
     module = load_module(path)
@@ -287,7 +286,7 @@ class TaskRollout:
         await self._stack.aclose()
 
     async def __call__(self, episode: Episode) -> RolloutResult:
-        """Raises WrongTaskError, WorkerError for a payload without a task or a sample, and the rollout's
+        """Raises WrongTaskError, WorkerError for a payload without a task or sample, and the rollout's
         exceptions.
         """
         task, sample = self._found(episode)

@@ -1,7 +1,7 @@
 """`Session` holds the conversations of one claim and makes their prompts.
 
-A prompt that continues a call starts with that call's prompt and sampled ids, byte for byte. Every other
-prompt is a new root with a reason (`FORK_REASONS`). Work in threads only reads immutable data.
+A prompt that continues a call starts with its prompt and sampled ids, byte for byte. Every other prompt is a
+new root with a reason (`FORK_REASONS`). Threads only read immutable data.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Session:
         *,
         starts: bool = True,
     ) -> Turn:
-        """Long messages use a thread. Without `starts`, the turn may be too long."""
+        """Without `starts`, the turn may be too long."""
         is_long = text_size(messages) >= LONG_HISTORY or bool(files)
         keys = await in_thread_if(is_long, _keys_of, messages, tools)
         with self._placed(messages, tools, keys, files) as place:
@@ -157,7 +157,7 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Give fork reasons: only now is it known which parallel request is the claim's first."""
+        """Give fork reasons, now that the claim's first request is known."""
         labelled: list[Turn] = []
         for turn in turns:
             if turn.parent is None and turn.fork_reason is None:
@@ -200,13 +200,11 @@ class Session:
         return messages
 
     def prompt_of(self, call_id: str) -> bytes:
-        """Raises KeyError."""
         node = self._recorded(call_id)
         stream = node.stream()
         return stream[: len(stream) - len(node.sampled)]
 
     def reply_of(self, call_id: str) -> ChatMessage:
-        """Raises KeyError."""
         return self._recorded(call_id).reply
 
     def add(self, turn: Turn, call_id: str, sampled: bytes, reply: ChatMessage) -> None:
@@ -312,8 +310,6 @@ class _Keys(NamedTuple):
 
 
 class _Place:
-    """Immutable, so that threads may read it."""
-
     def __init__(
         self, path: MessagePath, tools: list[Tool], node: Node | None, files: Mapping[str, bytes]
     ) -> None:
@@ -332,7 +328,6 @@ class _Place:
         return len(self.node.new_prompt) + len(self.node.sampled) + text_size(self.new_messages)
 
     def prompt(self, renderer: ConversationRenderer) -> _Prompt:
-        """Raises GatewayError 400."""
         if self.node:
             tail, sampled = unpack_ids(self.node.new_prompt).tolist(), unpack_ids(self.node.sampled).tolist()
             new_ids = renderer.extend(tail, sampled, self.new_messages, self.node.tools, self.node.messages)

@@ -12,8 +12,8 @@ tools. Ids only choose among the calls that content allows:
 
 - An assistant message with an id that we issued must be that call's reply.
 - Reasoning may be dropped, but not changed.
-- Of several matching calls, the first that no other call continues, recorded or in flight, is chosen, so
-  that parallel conversations with equal messages continue one call each.
+- Of several matching calls, the first that no call continues, recorded or in flight, is chosen, so that equal
+  parallel conversations continue one call each.
 
 Text completions are matched by ids. A prompt continues the longest stream that it starts with; among equal
 streams, the first that no call continues.
@@ -87,12 +87,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     new_prompt: bytes  # int32, after the parent's prompt and sampled ids.
     images: list[PlacedImage] = []  # Of `new_prompt`.
     matched_by: MatchedBy | None = None
-    # None if the prompt extends a call or is the claim's first.
-    fork_reason: str | None
+    fork_reason: str | None  # None if the prompt extends a call or is the claim's first.
     new_messages: list[ChatMessage]
     tools: list[Tool]
     reply_index: int
-    keys: Sequence[Hashable] = ()  # Empty if not computed yet.
+    keys: Sequence[Hashable] = ()
     texts: tuple[str, str] = ("", "")  # As recorded JSON; empty if not recorded.
 
     @property
@@ -167,7 +166,7 @@ class MessagePath(NamedTuple):
     keys: list[Hashable]
     tools_key: bytes
     history_length: int
-    states: list[int]  # Around the messages, as far as they exist.
+    states: list[int]
 
     @property
     def history_state(self) -> int | None:
@@ -287,7 +286,7 @@ class MessageIndex:
         return reason or HISTORY_EDITED
 
     def _edit_of_equal_reply(self, history: Conversation) -> str | None:
-        # Equal replies may be a coincidence, so only missing messages count.
+        # Equal replies may be a coincidence.
         *_, before, reply = (None, None, *history.keys)
         if known := self._by_reply.get((before, reply)):
             return edit_reason(known.conversation(), history)

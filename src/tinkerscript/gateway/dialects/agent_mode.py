@@ -1,6 +1,6 @@
 """Agent mode ignores fields that coding agents send whether or not a server honors them.
 
-Dropped fields are recorded (`Call.ignored`) and counted in the alignment report.
+Dropped fields are recorded (`Call.ignored`) and reported.
 
 Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-swe-agent 2.4.
 """
@@ -15,7 +15,7 @@ import msgspec
 from tinkerscript.errors import GatewayError
 
 AGENT_PREFIX = "/agent"  # An agent's base URL is `http://HOST/agent/v1`.
-SIDE_MODEL = "side"  # Agents request it for side tasks, such as a title.
+SIDE_MODEL = "side"  # For side tasks, such as a title.
 AGENT_FIELDS: Mapping[str, Sequence[str]] = {
     "/v1/chat/completions": (
         "reasoning_effort",
@@ -56,8 +56,8 @@ AGENT_FIELDS: Mapping[str, Sequence[str]] = {
         "tools[type=web_search_20250305]",
     ),
 }
-"""`a.b` is a field of an object, `a[].b` of each element of a list; `a[type=b]` is the elements of this type.
-Such tools would run on the provider's servers, so the model does not see them.
+"""`a.b` is a field of an object, `a[].b` of each element of a list; `a[type=b]` is the elements of this type,
+tools that would run on the provider's servers, so the model does not see them.
 """
 
 _DECODER = msgspec.json.Decoder()
@@ -65,7 +65,6 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def without_agent_fields(path: str, body: bytes) -> tuple[bytes, list[str]]:
-    """Raises GatewayError 400 for bad JSON."""
     try:
         request = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

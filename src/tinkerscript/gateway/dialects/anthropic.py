@@ -1,7 +1,7 @@
 """Anthropic Messages: the route, its replies, events and errors (docs/protocol.md).
 
-A thinking block's signature is its message's id, by which the session finds the reply again. Tool calls come
-last, each in one delta.
+A thinking block's signature is its message's id, by which the session finds the reply. Tool calls come last,
+each in one delta.
 
 Source: https://docs.anthropic.com/en/api/messages, https://docs.anthropic.com/en/api/messages-streaming,
 https://docs.anthropic.com/en/api/errors
@@ -58,7 +58,6 @@ def message_id(call_id: str) -> str:
 def message_of(
     tokenizer: LightTokenizer, call: MessagesCall, header: ReplyHeader, choice: Choice | None
 ) -> dict[str, Any]:
-    """Without a choice, the message starts a stream."""
     message: dict[str, Any] = {
         "id": message_id(header.call_id),
         "type": "message",
@@ -216,7 +215,7 @@ class AnthropicMessages(TokenCounter[MessagesCall]):
     def error_body(
         status: int, message: str, *, code: str | None = None, param: str | None = None
     ) -> dict[str, Any]:
-        # Programs recognize this error by its first words.
+        # Programs recognize its first words.
         message = f"prompt is too long: {message}" if code == "context_length_exceeded" else message
         kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
         error: dict[str, Any] = {"type": kind, "message": message}

@@ -1,6 +1,6 @@
 """Anthropic Messages: requests for a message and for the token count of its prompt.
 
-A reply's blocks, sent back with or without thinking, become the message that was sampled.
+A reply's blocks, sent back, become the sampled message.
 
 Source: https://docs.anthropic.com/en/api/messages
 """
@@ -95,7 +95,7 @@ class MessagesCall(ModelCall, frozen=True, kw_only=True):
         "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     }
 
-    show_thinking: bool = False  # Reasoning is sampled and recorded regardless.
+    show_thinking: bool = False  # Reasoning is sampled regardless.
 
 
 class _Thinking(Struct, forbid_unknown_fields=True):
@@ -157,7 +157,6 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> MessagesCall:
-    """Raises GatewayError 400."""
     request = decode(_REQUEST, body)
     _refuse_thread(request)
     stops = request.stop_sequences or []
@@ -191,7 +190,7 @@ def _prompt_arguments(prompt: _Prompt) -> dict[str, Any]:
 
 
 def _refuse_thread(request: _Request) -> None:
-    # Makes Anthropic's tool runner send the whole history.
+    # Then Anthropic's tool runner sends the whole history.
     if request.thread is not None:
         message = "this server keeps no threads; send the whole history and leave thread out"
         raise GatewayError(400, "thread_unsupported_request", message, param="thread")
@@ -229,7 +228,6 @@ def _shows_thinking(thinking: _Thinking | None) -> bool:
 
 
 def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None) -> list[ChatMessage]:
-    """Raises GatewayError 400."""
     normalized: list[ChatMessage] = []
     if system:
         normalized.append({"role": "system", "content": _text(system, "system")})
@@ -252,7 +250,6 @@ def normalized_messages(messages: Sequence[_InputMessage], system: Blocks | None
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Raises GatewayError 400 for tools that Anthropic runs."""
     return [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 

@@ -50,7 +50,7 @@ from tinkerscript.tokenizer import LightTokenizer
 class _Function(Struct, forbid_unknown_fields=True):
     name: str
     arguments: str = ""
-    # The `openai` client adds this to streamed or parsed messages.
+    # The `openai` client adds this.
     parsed_arguments: Any = None
 
 
@@ -73,7 +73,6 @@ class _Message(Struct, forbid_unknown_fields=True):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    # The `openai` client adds this too.
     parsed: Any = None
 
 
@@ -144,14 +143,13 @@ _CHAT = msgspec.json.Decoder(_Chat)
 
 
 def read_chat(data: bytes) -> tuple[list[ChatMessage], list[Tool]]:
-    """Raises GatewayError 400."""
     return _normalized_chat(decode(_CHAT, data), ONLY_TEXT)
 
 
 def _normalized_chat(
     chat: _Chat | _Request, files: dict[str, bytes] | str
 ) -> tuple[list[ChatMessage], list[Tool]]:
-    """`files` receives the images, or says why they are refused."""
+    """`files` gets the images, or says why they are refused."""
     functions = [tool.function for tool in chat.tools or ()]
     tools = [function_tool(each.name, each.description, each.parameters) for each in functions]
     if not isinstance(files, str):

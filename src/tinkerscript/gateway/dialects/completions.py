@@ -104,9 +104,9 @@ class _ChoiceWriter:
         offsets = self.offsets.setdefault(index, _TextOffsets(self.tokenizer))
         return {
             "tokens": [decode(token) for token in ids],
-            "token_ids": ids,  # Our extension.
+            "token_ids": ids,
             "token_logprobs": unpack_logprobs(tokens.logprobs).tolist(),
-            # The most likely of several ids with one text wins.
+            # The most likely id of a text wins.
             "top_logprobs": [
                 dict(reversed(most_likely[position * top : (position + 1) * top]))
                 for position in range(len(ids))

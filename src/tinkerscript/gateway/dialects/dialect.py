@@ -1,6 +1,7 @@
 """`Dialect` is the interface of a wire format, over a neutral `ModelCall` and `Completion`.
 
-A field that this server does not honor is refused by name, and prompts get no added text.
+Prompts get no added text. A field that this server does not honor is refused by name; parsing raises
+GatewayError 400.
 """
 
 from __future__ import annotations
@@ -42,8 +43,6 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
-    """None means not set."""
-
     # The wire format's names.
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {
         "required_tools": "tool_choice",
@@ -51,7 +50,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
         "parallel_tool_calls": "parallel_tool_calls",
     }
     model: str
-    messages: list[ChatMessage]  # Empty if and only if there are `prompts`.
+    messages: list[ChatMessage]  # Empty if there are `prompts`.
     tools: list[Tool]
     parse_tool_calls: bool
     """If false, tool calls stay text."""
@@ -61,10 +60,10 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     """The images of `messages` by digest."""
 
     prompts: list[bytes] = []
-    """As ids (int32) instead of messages. Each gets `n` plain-text completions."""
+    """Int32 ids instead of messages. Each gets `n` plain-text completions."""
 
     previous: str | None = None  # The call that `messages` continue.
-    store: bool = False  # Without it, only an episode's later requests may name the reply.
+    store: bool = False  # Else only an episode's later requests may name the reply.
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -74,14 +73,14 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     seed: int | None = None
     stop: list[str] = []
-    # They end the reply, and are not part of its text.
+    # These end the reply, and are not part of its text.
     stop_token_ids: list[int] = []
     logprobs: bool = False
-    top_logprobs: int = 0  # Per position.
+    top_logprobs: int = 0
     required_tools: list[str] = []  # The reply must call one of these.
     parallel_tool_calls: bool = True
     json_schema: dict[str, Any] | None = None
-    """`{"type": "object"}` allows any object. The reply may also be a tool call."""
+    """The reply may also be a tool call."""
 
     return_token_ids: bool = False
     stream: bool = False
@@ -93,7 +92,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 class Choice(SampledTokens, frozen=True, kw_only=True):
     message: ChatMessage
     finish_reason: FinishReason
-    constrained: bytes = b""  # uint8 `TokenConstraint` per sampled id, or empty without a grammar.
+    constrained: bytes = b""  # uint8 `TokenConstraint` per sampled id, or empty.
     reported_tokens: int = 0  # From a server that returns no ids.
 
     @property
@@ -112,7 +111,7 @@ class ReplyHeader(msgspec.Struct, frozen=True, kw_only=True):
     call_id: str
     created: int  # Unix time in seconds.
     model: str
-    prompt: bytes  # The first prompt's int32 ids.
+    prompt: bytes  # Int32 ids of the first prompt.
     reported_prompt_tokens: int = 0  # From a server that returns no ids.
 
     @property
@@ -126,7 +125,7 @@ class Completion(ReplyHeader, frozen=True, kw_only=True):
 
 
 class MessageDelta(SampledTokens, frozen=True, kw_only=True):
-    """Text and tokens are not aligned, because text may be held back."""
+    """Text may be held back, so it is not aligned with tokens."""
 
     index: int
     content: str = ""
@@ -134,8 +133,6 @@ class MessageDelta(SampledTokens, frozen=True, kw_only=True):
 
 
 class EventStream(ABC):
-    """Methods return the bytes to send now."""
-
     @abstractmethod
     def start(self) -> bytes: ...
 
@@ -161,7 +158,7 @@ class Dialect(ABC, Generic[CallT]):
     def __init__(
         self, tokenizer: LightTokenizer, *, agent_mode: bool = False, no_images: str | None = ONLY_TEXT
     ) -> None:
-        """`no_images`: why messages may have none; None allows images."""
+        """`no_images`: why images are refused, or None."""
         self.tokenizer = tokenizer
         self.agent_mode = agent_mode
         self.no_images = no_images
@@ -208,7 +205,6 @@ class TokenCounter(Dialect[CallT]):
 
 
 def within_limits(call: CallT) -> CallT:
-    """Raises GatewayError 400."""
     limits.MODEL_CHARS.check(len(call.model))
     limits.PREVIOUS.check(len(call.previous or ""))
     limits.MESSAGES.check(len(call.messages))
@@ -244,7 +240,7 @@ def _check_tools(tools: list[Tool]) -> None:
         limits.TOOL_NAME.check(len(tool["function"]["name"]), f"tools[{index}].name")
     encoded = _ENCODER.encode(tools)
     limits.TOOLS_BYTES.check(len(encoded))
-    # Counting brackets bounds the depth without a walk.
+    # Brackets bound the depth without a walk.
     depth = limits.TOOLS_DEPTH
     if encoded.count(b"{") + encoded.count(b"[") > depth.limit and limits.depth_is_beyond(tools, depth.limit):
         raise depth.refusal(depth.limit + 1)
@@ -257,7 +253,7 @@ def named_event(data: dict[str, Any]) -> bytes:
 
 
 def reasoning_tokens(tokenizer: LightTokenizer, choice: Choice) -> int:
-    """Count the reasoning ids, with markers; 0 for formats with another end marker."""
+    """Count reasoning ids and markers; 0 for other end markers."""
     marker = tokenizer.convert_tokens_to_ids(THINK_END)
     if marker is None or not choice.message.get("reasoning_content"):
         return 0

@@ -78,7 +78,6 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: Annotated[Any, Unsupported(0)] = None
 
     def shared_arguments(self) -> dict[str, Any]:
-        """Raises GatewayError 400."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not all(stop):
             raise invalid("stop", "a stop string must not be empty")
@@ -148,7 +147,7 @@ class ChunkStream(EventStream):
 def logprob_entries(
     tokenizer: LightTokenizer, call: ModelCall, tokens: SampledTokens
 ) -> list[dict[str, Any]]:
-    """Includes the stop token. Our `token_id` is needed because several ids may have the same text."""
+    """Includes the stop token, and our `token_id`, because several ids may have the same text."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {

@@ -1,7 +1,7 @@
 """OpenAI Responses: the route, its replies and its events (docs/protocol.md).
 
-Ids are the call's id with a prefix (`resp_`; for items `rs_`, `msg_`, `fc_`), so that a conversation sent
-back names the call. Function calls come last, each with its arguments in one delta.
+Ids are the call's id with a prefix (`resp_`; for items `rs_`, `msg_`, `fc_`), so a conversation sent back
+names the call. Function calls come last, each with its arguments in one delta.
 
 Source: https://platform.openai.com/docs/api-reference/responses/object,
 https://platform.openai.com/docs/api-reference/responses-streaming
@@ -170,8 +170,9 @@ class ResponseEvents(EventStream):
         return rest + self._lifecycle(response["status"], response)
 
     def failure(self, error: GatewayError) -> bytes:
-        # OpenAI's clients raise the `error`; others wait for the failed response.
+        # OpenAI's clients raise the `error`; others await the failed response.
         flat = {"code": error.code, "message": error.message, "param": error.param}
+        # Only OpenAI's codes are valid.
         # A response may only have one of OpenAI's codes.
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"code": code, "message": error.message}
@@ -183,7 +184,6 @@ class ResponseEvents(EventStream):
     def _begin(self, item: Item) -> bytes:
         if self._open and self._open["type"] == item["type"]:
             return b""
-        # Only reasoning is followed by text.
         ended = (
             self._end(self._write.reasoning(self._header.call_id, "".join(self._text))) if self._open else b""
         )

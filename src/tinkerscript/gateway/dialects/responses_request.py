@@ -1,11 +1,10 @@
 """OpenAI Responses: requests for a response and for the token count of its prompt.
 
 `previous_response_id` continues a response of the same claim. Outside episodes, a model keeps the latest
-responses in memory unless `store` is false.
+responses unless `store` is false.
 
-A response's items, sent back with or without reasoning, become the one message that was sampled. Consecutive
-items belong to one message while they keep a reply's order (reasoning, text, calls) and no id contradicts
-that.
+A response's items, sent back, become the one sampled message. Consecutive items belong to one message while
+they keep a reply's order (reasoning, text, calls) and no id contradicts it.
 
 Source: https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -123,10 +122,9 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
-    """Raises GatewayError 400."""
     conversation = _Conversation()
     if instructions:
-        # Marked, because a continuation drops it.
+        # A continuation drops it.
         conversation.messages.append({"role": "system", "content": instructions, "instructions": True})
     if isinstance(items, str):
         conversation.messages.append({"role": "user", "content": items})
@@ -141,7 +139,6 @@ def encrypt(reasoning: str) -> str:
 
 
 def normalized_tools(tools: Iterable[dict[str, Any]]) -> list[Tool]:
-    """Raises GatewayError 400 for tools that OpenAI runs."""
     found: list[Tool] = []
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
@@ -287,7 +284,7 @@ class ResponsesCall(ModelCall, frozen=True, kw_only=True):
 
     echo: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     namespaces: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict[str, tuple[str, str]])
-    encrypted_reasoning: bool = False  # Repeats reasoning in `encrypted_content`.
+    encrypted_reasoning: bool = False  # Repeats it in `encrypted_content`.
 
 
 class _Format(Struct, forbid_unknown_fields=True, rename={"schema_": "schema"}):
@@ -364,7 +361,6 @@ _PROMPT = msgspec.json.Decoder(_Prompt)
 
 
 def parse_request(body: bytes) -> ResponsesCall:
-    """Raises GatewayError 400."""
     request = decode(_REQUEST, body)
     include, prompt = _include(request.include or ()), _prompt_arguments(request)
     return ResponsesCall(

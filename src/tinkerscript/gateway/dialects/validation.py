@@ -1,4 +1,4 @@
-"""Parse requests strictly into typed structs, with errors that name the field."""
+"""Parse requests strictly into typed structs. Errors are GatewayError 400 and name the field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DIRECT = {"type": "direct"}  # The model itself called the tool.
 
 
 class Unsupported:
-    """Marks a known field that is refused unless null or one of `values`, which have no effect."""
+    """Marks a known field that is refused unless null or one of `values`."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -49,7 +49,6 @@ def sampling_arguments(request: Any) -> dict[str, Any]:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Raises GatewayError 400."""
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -60,7 +59,6 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def convert(value: Mapping[str, Any], kind: type[T], where: str) -> T:
-    """Raises GatewayError 400 with the field below `where`."""
     given = {name: each for name, each in value.items() if each is not None}
     try:
         converted = msgspec.convert(given, kind)
@@ -125,7 +123,6 @@ def unsupported_content(kind: object, where: str, reason: str = ONLY_TEXT) -> Ga
 
 
 def required_tools(names: Sequence[str] | None, tools: Sequence[Tool]) -> list[str]:
-    """Raises GatewayError 400."""
     known = [tool["function"]["name"] for tool in tools]
     names = known if names is None else names
     for name in names:

@@ -26,12 +26,12 @@ _CONTEXT = re.compile(r"context length|maximum context|longer than the model|max
 _SHOWN = 500
 
 
-# Before the first byte, these mean that no reply will come.
+# Before the first byte: no reply will come.
 _NOTHING_ANSWERED = (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError)
 
 
 class Upstream:
-    """Raises only GatewayError."""
+    """Raises only GatewayError, which never contains the key."""
 
     def __init__(
         self,
@@ -43,7 +43,6 @@ class Upstream:
         timeout_s: float = 300.0,
         name: str = "",
     ) -> None:
-        """Errors never contain the key."""
         self.url = base_url.rstrip("/").removesuffix("/v1")
         self.name = name or f"the inference server {self.url}"
         self._key = api_key
@@ -62,7 +61,6 @@ class Upstream:
         )
 
     async def get(self, path: str) -> bytes | None:
-        """Returns None if the path does not exist."""
         return await self._send("GET", path, None)
 
     async def post(self, path: str, body: Any) -> bytes:
@@ -73,7 +71,7 @@ class Upstream:
         return reply
 
     async def post_optional(self, path: str, body: Any) -> bytes | None:
-        """Like `post`, without the limit on concurrency. Returns None if the path does not exist."""
+        """`post` without the limit on concurrency. None if the path does not exist."""
         return await self._send("POST", path, body)
 
     def close(self) -> None:
@@ -88,7 +86,6 @@ class Upstream:
 
     @asynccontextmanager
     async def slot(self) -> AsyncGenerator[None]:
-        """Raises GatewayError 503 if no slot becomes free in time."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._slots.acquire()
@@ -104,7 +101,6 @@ class Upstream:
 
     @asynccontextmanager
     async def open(self, method: str, path: str, body: Any) -> AsyncGenerator[httpx.Response]:
-        """Yield the unread reply. Raises GatewayError, also while it is read."""
         if self._is_closed:
             raise _shutting_down()
         try:
@@ -124,7 +120,7 @@ class Upstream:
             message = f"{self.name} did not answer within {self._timeout_s:g} s"
             raise GatewayError(504, "engine_timeout", message) from None
         except httpx.HTTPError as error:
-            # Its text may contain the address, which some callers must not see.
+            # Its text may reveal the address.
             message = f"{self.name} cannot be reached ({type(error).__name__}); retry"
             raise GatewayError(503, "engine_unavailable", message) from None
 
@@ -138,7 +134,7 @@ class Upstream:
             if _CONTEXT.search(said):
                 raise GatewayError(400, "context_length_exceeded", said, param="messages")
             raise GatewayError(400, "invalid_request", f"{self.name} refused the request: {said}")
-        if status in (401, 403):  # May contain parts of the key.
+        if status in (401, 403):  # The body may contain parts of the key.
             message = f"{self.name} refused our key (HTTP {status}); see {self._key_setting}"
             raise GatewayError(502, "engine_error", message)
         if status in (408, 504):
@@ -165,7 +161,7 @@ class Upstream:
         try:
             return await self._http.send(request, stream=True)
         except _NOTHING_ANSWERED:
-            # The server closed a pooled connection, or is restarting.
+            # The server closed the connection or restarts.
             return await self._http.send(request, stream=True)
 
 
@@ -193,7 +189,7 @@ def message_of_refusal(body: bytes) -> str:
 
 
 def _has_message(body: bytes) -> bool:
-    # A 404 with a message comes from an existing endpoint, as for an unknown model.
+    # Such a 404 comes from an existing endpoint.
     try:
         refusal = msgspec.json.decode(body, type=_Refusal)
     except (msgspec.MsgspecError, UnicodeDecodeError):

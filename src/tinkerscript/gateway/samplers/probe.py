@@ -1,4 +1,4 @@
-"""The start-up probe observes an inference server's behavior before an episode depends on it."""
+"""Probes an inference server's behavior before an episode depends on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinkerscript.sampler import SampleRequest
 
 PROBE_TOP = 5  # OpenAI's limit.
 HOT = 2.0
-CLEAR_GAP = 0.3  # Nats between two tokens, to recognize the kind of logprobs.
+CLEAR_GAP = 0.3  # Nats between two tokens.
 RATIO_MARGIN = 0.15  # Low-precision kernels add noise.
 SAMPLES = 4
 TOKENS = 32
@@ -49,7 +49,7 @@ class Probe:
     async def run(
         self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True
     ) -> ServerFacts:
-        """`ids` is `text` encoded by our tokenizer. Raises ConfigError."""
+        """`ids`: `text` by our tokenizer. Raises ConfigError."""
         try:
             await self._check_not_logits()
             kind = await self._logprob_kind()

@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RemoteSampler(Sampler):
-    """Weights without a number get the version `FOREIGN_POLICY`."""
+    """Weights without a number are `FOREIGN_POLICY`."""
 
     server: VllmServer
-    facts: ServerFacts  # Without a `weight_version`, the server is not asked again.
+    facts: ServerFacts  # With a `weight_version`, the server is asked again.
     timeout_s: float = 300.0
     cache_salt: str = ""  # Different salts never share the server's prefix cache.
-    # Finds stop strings that earlier weights began. None if samples cannot be cut.
+    # Finds stop strings that earlier weights began; None if nothing is cut.
     text: Callable[[list[int]], str] | None = None
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class RemoteSampler(Sampler):
         return replace(self, text=None)
 
     def _ends(self, request: SampleRequest) -> Callable[[Sequence[int]], bool] | None:
-        # The server finds only stop strings that begin after the earlier part of the reply.
+        # The server misses stop strings that begin in the earlier part.
         text, stops = self.text, request.stop
         if not (text and stops and request.sampled):
             return None
@@ -163,7 +163,6 @@ def _most_likely(logprobs: dict[int, float], number: int) -> list[tuple[int, flo
 async def remote_sampler(
     config: InferenceConfig, *, model_folder: Path, environ: Mapping[str, str], timeout_s: float
 ) -> AsyncGenerator[RemoteSampler]:
-    """`model_folder` has the served model's tokenizer and chat format. Raises ConfigError."""
     async with aclosing(inference_server(config, environ, timeout_s=timeout_s)) as server:
         facts = await examine(server, config, model_folder)
         logger.info("sampler.probed facts=%s", facts.describe())
@@ -185,7 +184,6 @@ def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, tim
 async def examine(
     server: VllmServer, config: InferenceConfig, model_folder: Path, *, rescore: bool = True
 ) -> ServerFacts:
-    """Raises ConfigError."""
     renderer = ChatRenderer(model_folder)
     description = await _description(server, config.start_timeout_s)
     model = _choose_model(description, config, server)
@@ -223,7 +221,6 @@ def _choose_model(description: ServerDescription, config: InferenceConfig, serve
 
 
 def api_key(variable: str, environ: Mapping[str, str]) -> str:
-    """Raises ConfigError for an unset variable."""
     if not variable:
         return ""
     key = environ.get(variable, "").strip()

@@ -47,12 +47,12 @@ VLLM_REMEDIES = {
 T = TypeVar("T")
 
 
-NOT_FINITE = float("nan")  # The server sends null, because JSON has neither -inf nor NaN.
+NOT_FINITE = float("nan")  # The server sends null for it.
 
 
 class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     ids: list[int]
-    logprobs: list[float]  # -9999.0 and NaN stand for values that the server could not send.
+    logprobs: list[float]  # -9999.0 and NaN stand for values that JSON cannot hold.
     stop_reason: StopReason
     top: list[dict[int, float]] = []
     scores: list[float] = []  # Of the prompt from `score_from` on, at temperature 1.
@@ -61,8 +61,6 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Ends samples early, keeping their tokens."""
-
     event: asyncio.Event
     # Whether a sample is complete for a reason unknown to the server.
     ends: Callable[[Sequence[int]], bool] | None = None
@@ -104,7 +102,7 @@ class _Failure(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    error: _Failure | None = None  # Ends a stream, with the status of a plain reply.
+    error: _Failure | None = None  # Ends a stream.
 
 
 class _Completion(msgspec.Struct):
@@ -214,22 +212,21 @@ class VllmServer:
         return decode(body, _WeightInfo).weight_version if body else None
 
     async def encode(self, text: str, model: str) -> list[int] | None:
-        """Returns None if the server cannot."""
         prompt = {"model": model, "prompt": text, "add_special_tokens": False}
         body = await self._upstream.post_optional("/tokenize", prompt)
         return decode(body, _Tokens).tokens if body else None
 
     async def unload_adapter(self, name: str) -> None:
-        # After a restart the server would refuse.
         body = await self._upstream.get("/v1/models")
+        # After a restart the server would refuse.
         if body and name in {model.id for model in decode(body, _Models).data}:
             await self._upstream.post_optional("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def load_weights(self, name: str, version: str) -> None:
         """Load the weights of `name` and call them `version`, aborting running samples.
 
-        After a failure the server may be paused until `resume`. This needs our plugin and a server in
-        development mode.
+        A failure may leave the server paused until `resume`. It needs our plugin and a server in development
+        mode.
         """
         await self._control("/init_weight_transfer_engine", init_info={"name": name})
         await self._control("/pause?mode=abort")
@@ -244,7 +241,7 @@ class VllmServer:
     async def sleep(self) -> None:
         """Free device memory, aborting running samples.
 
-        This needs a server in development mode with --enable-sleep-mode.
+        It needs a server in development mode with --enable-sleep-mode.
         """
         await self._control("/sleep?level=1&mode=abort")
 
@@ -398,7 +395,6 @@ def _stop_reason(reason: str | None) -> StopReason:
 
 
 def metric(body: bytes | None, name: str, *, at: str) -> float:
-    """Raises GatewayError 502."""
     pattern = rf"^{name}(?:{{[^}}]*}})? (\S+)$"
     found = re.findall(pattern, (body or b"").decode(errors="replace"), re.MULTILINE)
     if not found:
@@ -411,13 +407,11 @@ def contradiction(message: str) -> GatewayError:
 
 
 def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    """Raises GatewayError 502 unless there is one log probability per id."""
     if len(ids) != len(logprobs):
         raise contradiction(f"logprob and token counts differ ({len(logprobs)} and {len(ids)})")
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:
-    """Raises GatewayError 502 if the server reports another prompt than `sent`."""
     if used is not None and list(used) != list(sent):
         raise contradiction(
             f"it sampled after another prompt than the one sent ({len(used)} ids for {len(sent)})"
@@ -427,7 +421,6 @@ def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | N
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Raises GatewayError 502."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:

@@ -1,9 +1,10 @@
-"""`EpisodeBook`: every episode of a run, and who may claim, renew, end, abort, cancel, retry or drop which.
+"""`EpisodeBook`: every episode of a run, and who may change it, and how.
 
 An episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result counts only from
 the claim that holds the lease; a failure that a trainer may have used is final. The book holds all episodes
 that are not consumed and about the last `KEPT` consumed ones; the ledger has the rest (`recall`). No I/O, no
-asyncio, injected clocks. Operations cost O(log n), except an operator's pages.
+asyncio, injected clocks. Operations cost O(log n), except an operator's pages. They raise UnknownEpisodeError
+for a uuid that the book does not hold, and NotTheOwnerError for a claim without the lease.
 """
 
 from __future__ import annotations
@@ -35,14 +36,13 @@ from tinkerscript.server.episodes.record import (
     content_digest,
 )
 
-# Not the attempt's fault. After `MAX_FORGIVEN` they do count, so that no client can keep an episode from
-# ending.
+# Not the attempt's fault. After `MAX_FORGIVEN` they do count, so that every episode ends.
 FORGIVEN_KINDS = (HANDED_BACK, CLIENT_GONE, CLIENT_STOPPED)
 MAX_FORGIVEN = 20
 
 KEPT = 10_000  # Clients may still ask about recent ones.
 
-# After these outcomes in undone steps, a client's sample cannot train again. None: no such step used it.
+# After these outcomes in undone steps (None: unused), a client's sample cannot train again.
 LOST_TO_CLIENTS = (None, Use.SET_ASIDE, Use.LEFT_OUT, Use.STALE)
 
 
@@ -56,7 +56,7 @@ class EpisodeBook:
         wall: Callable[[], float] = time.time,
         kept: int = KEPT,
     ) -> None:
-        """`clock` measures leases, `wall` (Unix time) claims' lifetimes, also across restarts."""
+        """`clock` measures leases, `wall` (Unix time) claims' lifetimes across restarts."""
         self.leases = Leases(clock, wall, max_claim_s=max_claim_s)
         self.queues = Queues(self.get)
         self.counts = StateCounts()
@@ -82,7 +82,6 @@ class EpisodeBook:
         self._next_end = 1
 
     def get(self, uuid: str) -> EpisodeRecord:
-        """Raises UnknownEpisodeError."""
         try:
             return self._episodes[uuid]
         except KeyError:
@@ -126,11 +125,10 @@ class EpisodeBook:
         return list(islice(reversed(self._failed.values()), limit))
 
     def answered(self, client_uuid: str, claim_request_id: str) -> list[EpisodeRecord] | None:
-        """Episodes that answered this request and are still held; None for a new request."""
+        """Episodes that answered this request and are still held; None if it is new."""
         return self._requests.answered((client_uuid, claim_request_id)) if claim_request_id else None
 
     def unfinished(self, *, after: int, limit: int) -> list[EpisodeRecord]:
-        """In order of sequence."""
         return _page(self._unfinished.values(), after=after, limit=limit)
 
     def failed(self, *, after: int, limit: int) -> list[EpisodeRecord]:
@@ -177,7 +175,7 @@ class EpisodeBook:
         position: int = -1,
         copies: int = 1,
     ) -> None:
-        """Add an episode and its copies. Idempotent for the same content.
+        """Add an episode and its copies. Idempotent.
 
         Raises ConflictError, and adds none, if one has other content. `recall` past ones first.
         """
@@ -213,7 +211,7 @@ class EpisodeBook:
             self._changes.added[each] = episode
 
     def cancel(self, uuid: str, reason: str) -> bool:
-        """Return False if the episode is over. Raises UnknownEpisodeError."""
+        """Return False if the episode is over."""
         episode = self.get(uuid)
         if episode.state == "registered":
             self._note_failure(episode, Failure(kind=CANCELLED, message=reason))
@@ -226,7 +224,7 @@ class EpisodeBook:
         return True
 
     def offer_failure(self, uuid: str) -> EpisodeRecord:
-        """A trainer knows the failure, so it is final. Raises UnknownEpisodeError."""
+        """A trainer knows the failure, so it is final."""
         episode = self.get(uuid)
         if not episode.offered:
             episode.offered = True
@@ -250,9 +248,8 @@ class EpisodeBook:
     ) -> list[EpisodeRecord]:
         """Resume the run after `step`: keep what its next step can use, and give up the rest.
 
-        `used`: sequence -> outcome, for episodes that only undone steps used. `plan_lag`: see `Resume`.
-        `spoiled`: see `Beginning`. Returns the episodes given up, which are consumed. Consumed episodes that
-        can train again become open.
+        `used` and `spoiled`: see `Beginning`. `plan_lag`: see `Resume`. Returns the episodes given up, now
+        consumed. Consumed ones that can train again become open.
         """
         first = max(1, step + 1 - plan_lag)
         kept, given_up = list[EpisodeRecord](), list[EpisodeRecord]()
@@ -289,7 +286,7 @@ class EpisodeBook:
         return given_up
 
     def planned(self, step: int, *, plan_lag: int = 0) -> list[EpisodeRecord]:
-        """Includes episodes planned up to `plan_lag` steps earlier."""
+        """Reaches back `plan_lag` steps."""
         found = (
             each
             for each in self._unfinished.values()
@@ -298,7 +295,7 @@ class EpisodeBook:
         return sorted(found, key=attrgetter("sequence"))  # Reopened episodes come last.
 
     def planned_groups(self, step: int, used: Mapping[int, str]) -> int:
-        """Count the groups that were not set aside. `used` is as in `resume`."""
+        """Count groups, except those set aside."""
         planned = [each for each in self._episodes.values() if each.step == step and _is_planned(each)]
         aside = {each.group_id for each in planned if used.get(each.sequence) == Use.SET_ASIDE}
         return len({each.group_id for each in planned} - aside)
@@ -315,7 +312,7 @@ class EpisodeBook:
     ) -> EpisodeRecord | None:
         """Hand out the oldest registered episode; requeued ones keep their place.
 
-        The caller must check with `answered` that the request is new.
+        First check with `answered` that the request is new.
         """
         episode = self.queues.oldest(pool, claim_type)
         if episode is None:
@@ -335,7 +332,7 @@ class EpisodeBook:
         return episode
 
     def held(self, uuid: str, attempt: int) -> EpisodeRecord:
-        """Renew the lease. Raises UnknownEpisodeError or NotTheOwnerError."""
+        """Renew the lease."""
         episode = self.get(uuid)
         _check_holds(episode, attempt)
         self.leases.renew(episode)
@@ -344,10 +341,7 @@ class EpisodeBook:
     def end(
         self, uuid: str, attempt: int, *, reward: float, result: bytes, is_success: bool | None = None
     ) -> EpisodeRecord:
-        """Store a claim's result. Idempotent for the same result.
-
-        Raises UnknownEpisodeError, NotTheOwnerError, or ConflictError for a different result.
-        """
+        """Store a claim's result. Idempotent; raises ConflictError for a different result."""
         episode = self.get(uuid)
         digest = content_digest(result)
         if attempt == episode.attempt and episode.state == "ended":
@@ -361,10 +355,7 @@ class EpisodeBook:
         return episode
 
     def abort(self, uuid: str, attempt: int, failure: Failure) -> EpisodeRecord:
-        """Requeue the episode, or fail it if no attempt is left. Idempotent.
-
-        Raises UnknownEpisodeError or NotTheOwnerError.
-        """
+        """Requeue the episode, or fail it if no attempt is left. Idempotent."""
         episode = self.get(uuid)
         owner = episode.claimants[attempt - 1] if 1 <= attempt <= episode.attempt else ""
         failure = failure.model_copy(update={"attempt": attempt, "client_uuid": owner})
@@ -374,7 +365,7 @@ class EpisodeBook:
         return episode
 
     def poison(self, uuid: str, attempt: int, failure: Failure) -> None:
-        """Fail an episode that no claim could finish. Raises UnknownEpisodeError or NotTheOwnerError."""
+        """Fail an episode that no claim could finish."""
         episode = self.get(uuid)
         _check_holds(episode, attempt)
         failure = failure.model_copy(update={"attempt": attempt, "client_uuid": episode.client_uuid})
@@ -384,7 +375,7 @@ class EpisodeBook:
     def give_up(self, uuid: str, reason: str) -> EpisodeRecord:
         """Fail an ended episode with a result too large to deliver.
 
-        Raises UnknownEpisodeError, or ConflictError if it has not ended or is consumed.
+        Raises ConflictError if it has not ended or is consumed.
         """
         episode = self.get(uuid)
         if episode.status != "ended":
@@ -411,10 +402,7 @@ class EpisodeBook:
         return closed
 
     def retry(self, uuid: str) -> EpisodeRecord:
-        """Requeue a failed episode with new attempts.
-
-        Raises UnknownEpisodeError, or ConflictError with the reason.
-        """
+        """Requeue a failed episode with new attempts. Raises ConflictError with the reason."""
         episode = self._get_failed(uuid)
         if stands := episode.why_failure_stands():
             raise ConflictError(stands)
@@ -432,8 +420,7 @@ class EpisodeBook:
     def drop(self, uuid: str) -> EpisodeRecord:
         """Remove a failed episode from the list of failures. Idempotent.
 
-        In a client's pool, where no trainer waits for it, this also consumes it. Raises UnknownEpisodeError
-        or ConflictError.
+        In a client's pool, where no trainer waits for it, this also consumes it. Raises ConflictError.
         """
         episode = self._get_failed(uuid)
         if not episode.consumed:
@@ -469,7 +456,6 @@ class EpisodeBook:
             self._failed[episode.sequence] = episode
 
     def _move(self, episode: EpisodeRecord, state: State) -> None:
-        """Raises ConflictError for an illegal transition."""
         if state not in TRANSITIONS[episode.state]:
             raise ConflictError(f"episode {episode.uuid!r} cannot go from {episode.state} to {state}")
         if episode.state == "registered":
@@ -514,7 +500,6 @@ class EpisodeBook:
         self._claimed[episode.uuid] = episode
 
     def _close_claim(self, episode: EpisodeRecord, state: State, *, fault: str = "") -> None:
-        """`fault`: what the claim's client did wrong."""
         owned = self._claims[episode.client_uuid]
         del owned[episode.uuid], self._claimed[episode.uuid]
         if not owned:
@@ -524,7 +509,6 @@ class EpisodeBook:
         self._move(episode, state)
 
     def _lose(self, episode: EpisodeRecord, failure: Failure, *, fault: str = "") -> None:
-        """Requeue the episode while it has attempts left, or after `FORGIVEN_KINDS`."""
         if failure.kind in FORGIVEN_KINDS and _forgiven(episode) < MAX_FORGIVEN:
             episode.forgiven += 1
             fault = ""

@@ -2,8 +2,7 @@
 
 A claim request gets new claims once; repeated while one of them holds, it gets the same. A claimable episode
 wakes the longest-waiting client that may claim it, and a client that cannot use the wake-up passes it on, so
-no episode stays idle while a client waits for one. Each operation costs O(log n) or less, whatever other
-pools hold.
+no episode stays idle while a client waits.
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ class ClaimRequests:
             self._remember(key)
 
     def answered(self, key: RequestKey) -> list[EpisodeRecord] | None:
-        """None for a new request."""
         held = self._held.get(key)
         if held is not None:
             return list(held.values())
@@ -141,7 +139,7 @@ class Queues:
         queues = self._of(pool, claim_type)
         while waiting := [queue for queue in queues if queue.heap]:
             queue = min(waiting, key=lambda candidate: candidate.heap[0])
-            # Evaluations first: the trainer starts only as many as may run at once.
+            # Evaluations first: the trainer starts as many as may run at once.
             if pool == TRAINER_POOL:
                 queue = waiting[-1]
             episode = self._find(heapq.heappop(queue.heap)[1])
@@ -158,7 +156,7 @@ class Wakeup(NamedTuple):
     pool: str
     episode_type: EpisodeType
     before: int
-    """Only clients with a smaller ticket get it next, so that chains of wake-ups end."""
+    """Only clients with a smaller ticket get it next, so chains end."""
 
 
 _Waiting = asyncio.Future[Wakeup | None]
@@ -189,7 +187,6 @@ class LongPollQueue:
             _wake(client)
 
     def pass_on(self, wakeup: Wakeup) -> bool:
-        """Return False if no client waits."""
         keys: list[tuple[str, ClaimType]] = [(wakeup.pool, wakeup.episode_type), (wakeup.pool, "any")]
         heads = [(next(iter(self._queues[key])), key) for key in keys if key in self._queues]
         ticket, key = min(heads, default=(wakeup.before, keys[0]))
@@ -204,7 +201,7 @@ class LongPollQueue:
     async def wait(
         self, pool: str, claim_type: ClaimType, timeout_s: float, request: RequestKey | None = None
     ) -> Wakeup | None:
-        """Wait until it is worth trying to claim again, or `answered(request)` is called.
+        """Wait until a claim may succeed, or `answered(request)` is called.
 
         Returns a wake-up to pass on, or None. Raises TimeoutError.
         """
@@ -254,12 +251,11 @@ class Leases:
     """A lease expires `lease_s` after the last activity, at the latest at `ends_at`."""
 
     def __init__(self, clock: Callable[[], float], wall: Callable[[], float], *, max_claim_s: float) -> None:
-        """`clock` measures leases, `wall` (Unix time) lifetimes, also across restarts."""
         self._clock = clock
         self._wall = wall
         self._max_claim_s = max_claim_s
         # One entry per running claim, never later than its deadline (after a call, at most by `CHECKED_S`).
-        # Deadlines only move later, so entries are corrected at the top: O(log n) amortized.
+        # Deadlines only move later, so entries are corrected at the top.
         self._heap: list[tuple[float, int, int, EpisodeRecord]] = []
 
     def start(self, episode: EpisodeRecord) -> None:
@@ -272,18 +268,15 @@ class Leases:
         episode.renewed_at = self._clock()
 
     def begin_call(self, episode: EpisodeRecord) -> None:
-        """Keeps the lease until the model call ends."""
         episode.calls_in_flight += 1
         self.renew(episode)
 
     def end_call(self, episode: EpisodeRecord, attempt: int) -> None:
-        """Renews the lease unless the claim is lost."""
         if episode.state == "claimed" and episode.attempt == attempt:
             episode.calls_in_flight -= 1
             self.renew(episode)
 
     def next_deadline(self) -> float | None:
-        """None without claims."""
         while self._heap:
             at, sequence, attempt, episode = self._heap[0]
             if episode.state != "claimed" or episode.attempt != attempt:
@@ -295,10 +288,9 @@ class Leases:
         return None
 
     def find_expired(self) -> tuple[EpisodeRecord, str, str] | None:
-        """Find an episode with an expired claim, and the failure's kind and message.
+        """Find an expired claim's episode, and the failure's kind and message.
 
-        The caller must close the claim before calling again. A running model call counts as activity; only
-        the claim's lifetime ends it.
+        Close the claim before calling again. A running model call counts as activity.
         """
         now = self._clock()
         while (deadline := self.next_deadline()) is not None and deadline <= now:
@@ -343,7 +335,7 @@ class StateCounts:
         self._failures: dict[EpisodeType, int] = dict.fromkeys(EPISODE_TYPES, 0)
 
     def count(self, episode: EpisodeRecord, step: int) -> None:
-        """`step`: +1 when the episode enters its state, -1 when it leaves."""
+        """`step`: +1 on entering a state, -1 on leaving."""
         self._types[episode.episode_type][episode.status] += step
         pool = self._pools.get(episode.pool)
         if pool is None:
@@ -386,7 +378,6 @@ class StateCounts:
         return {kind: EpisodeCounts(**counts) for kind, counts in self._types.items()}
 
     def by_pool(self, *, unfinished_only: bool = False) -> dict[str, EpisodeCounts]:
-        """Always includes the trainer's pool."""
         return {
             pool: EpisodeCounts(**counts)
             for pool, counts in self._pools.items()

@@ -17,8 +17,8 @@ from tinkerscript.protocol import TRAINER_POOL, EpisodeType, Failure
 
 State = Literal["registered", "claimed", "ended", "failed"]
 
-# A lost claim goes back to `registered`, or to `failed`. An operator may retry a failed episode until a
-# trainer may know of it. `ended` -> `failed`: the result is too large to deliver.
+# A lost claim goes to `registered` or `failed`. An operator may retry a failed episode until a trainer may
+# know of it. `ended` -> `failed`: the result is too large to deliver.
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     "registered": frozenset({"claimed", "failed"}),
     "claimed": frozenset({"registered", "ended", "failed"}),
@@ -31,7 +31,6 @@ Status = Literal["registered", "claimed", "ended", "accepted", "failed"]
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 
-# Only the server records these kinds.
 UNDELIVERABLE = "undeliverable"
 CANCELLED = "cancelled"
 BAD_PAYLOAD = "bad_payload"  # The payload fits in no reply.
@@ -41,6 +40,7 @@ CLIENT_GONE = "client_gone"
 WORKER_DIED = "worker_died"  # Reported by its trainer.
 CLIENT_STOPPED = "client_stopped"
 
+# Only the server records these kinds, because clients could blame others with them.
 # Clients could use these to blame others.
 SERVER_KINDS = {
     *(CANCELLED, UNDELIVERABLE, BAD_PAYLOAD, WORKER_DIED, LEASE_EXPIRED, CLAIM_EXPIRED),
@@ -67,7 +67,7 @@ class EpisodeRecord:
     """JSON; dropped from memory once consumed."""
 
     sample: bytes
-    """The payload's digest, which is its key in the ledger."""
+    """The payload's digest."""
 
     pool: str = TRAINER_POOL
 
@@ -103,7 +103,7 @@ class EpisodeRecord:
     is_success: bool | None = None
 
     result: bytes = b""
-    """`WorkflowOutput` as JSON; dropped from memory once consumed."""
+    """`WorkflowOutput` as JSON; dropped once consumed."""
 
     result_digest: bytes = b""
     failures: list[Failure] = field(default_factory=list[Failure])
@@ -191,16 +191,14 @@ class Changes:
     """By uuid, without those added."""
 
     claimed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """Sequence and attempt of new claims, which change only the state in the episode's row."""
+    """Sequence and attempt of new claims, which change only the row's state."""
 
     consumed: dict[int, bool] = field(default_factory=dict[int, bool])
-    """Sequence -> new value."""
-
     attempts: dict[tuple[int, int], AttemptRow] = field(default_factory=dict[tuple[int, int], AttemptRow])
     closed: list[ClosedClaim] = field(default_factory=list[ClosedClaim])
 
 
-# Runs after its transaction's rows, when the claim may be over.
+# Runs after the transaction's rows, when the claim may be over.
 _SET_CLAIMED = """
 UPDATE {s}episodes SET state = 'claimed' WHERE sequence = ? AND state = 'registered' AND EXISTS
     (SELECT 1 FROM {s}attempts WHERE episode = sequence AND attempt = ? AND failure IS NULL)
@@ -208,7 +206,7 @@ UPDATE {s}episodes SET state = 'claimed' WHERE sequence = ? AND state = 'registe
 
 
 def write_changes(ledger: Ledger, changes: Changes) -> None:
-    """Statements update single columns, because a row would update all of its indexes."""
+    """A whole row would update all of its indexes."""
     ledger.note(_rows_of(changes))
     for claim in changes.claimed:
         ledger.execute(_SET_CLAIMED, *claim)
@@ -260,7 +258,6 @@ def episode_row(episode: EpisodeRecord) -> EpisodeRow:
 
 
 def attempt_row(episode: EpisodeRecord, attempt: int) -> AttemptRow:
-    """Attempt 0 is an unclaimed episode's end."""
     failure = next((each for each in episode.failures if each.attempt == attempt), None)
     is_claim = attempt > 0
     return AttemptRow(

@@ -1,7 +1,6 @@
 """Endpoints of the engine, which need the admin role.
 
-At most one trainer is started. It joins over the link like any other, resumes the folder's run, and stops
-with the server.
+At most one trainer is started. It joins over the link, resumes the folder's run, and stops with the server.
 """
 
 from __future__ import annotations
@@ -161,7 +160,7 @@ class EngineRoutes:
 
     @property
     def _trainer_is_there(self) -> bool:
-        """False once it reported OFFLINE, because it is about to disconnect."""
+        """A trainer that reported OFFLINE is about to disconnect."""
         return self._link.connected and self._interchange.engine.status != "ENGINE.OFFLINE"
 
     async def _end_by_force(self) -> None:

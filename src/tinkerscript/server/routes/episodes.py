@@ -1,7 +1,4 @@
-"""Endpoints of a claim. Nothing is answered before it is committed.
-
-A refusal's status shows the client how to react (`asgi.Refusals`). Transcripts are not parsed.
-"""
+"""Endpoints of a claim. A refusal's status shows the client how to react (`asgi.Refusals`)."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ from tinkerscript.server.interchange import Interchange
 
 TRANSCRIPT_PATH = "/record_transcript"
 
-# For transcripts received at once; further clients must try again.
+# For transcripts received at once.
 MAX_READING_BYTES = 64 * 2**20
 
 _TRANSCRIPT_BODY: dict[str, Any] = {
@@ -195,7 +192,6 @@ class EpisodeRoutes:
         return f"{base_url}{gateway_path(number)}/v1"
 
     def _claimed(self, claim: Claim, base_url: str, *, with_alias: bool) -> dict[str, Any]:
-        """Not validated again."""
         uuid, attempt = claim.episode_uuid, claim.attempt
         return {
             "client_uuid": claim.client_uuid,
@@ -232,7 +228,6 @@ class EpisodeRoutes:
             await asyncio.gather(claiming, gone, return_exceptions=True)
 
     async def _claim_of(self, request: Request, episode_uuid: str = "") -> ClaimId:
-        """Loads the episode into the book."""
         claim = self._keys.claim_of(request.scope, episode_uuid)
         if claim.episode_uuid not in self._book:
             await self._interchange.recall([claim.episode_uuid])
@@ -267,9 +262,8 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     async def _check_calls(self, claim: ClaimId, rewards: Mapping[str, float]) -> None:
-        """Raises HTTPException 422 for a reward of anything but a recorded policy call."""
         if self._book.get(claim.episode_uuid).state == "ended":
-            return  # A retry: the book compares the content, and the calls may be gone.
+            return  # A retry, when the calls may be gone.
         roles = {call.call_id: call.role for call in await self._claims.recorded(*claim)}
         for call_id in rewards:
             name = f"workflow_output.call_rewards: {call_id[:ID_CHARS]!r}"
@@ -351,7 +345,6 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     def _transcript_length(self, request: Request) -> int:
-        """Raises HTTPException."""
         try:
             length = int(request.headers["content-length"])
         except (KeyError, ValueError):
@@ -371,7 +364,6 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
-    """Raises HTTPException: 422 for text that is not Unicode, 413 if it is too long."""
     try:
         encoded = message.__pydantic_serializer__.to_json(message)
     except ValueError as error:
@@ -384,7 +376,6 @@ def _encoded(field: str, message: WorkflowOutput | Failure) -> bytes:
 
 
 def _checked_reward(output: WorkflowOutput, bound: float, trained_roles: Collection[str]) -> float:
-    """Raises HTTPException 422."""
     for role in output.role_rewards.keys() - {POLICY, *trained_roles}:
         raise HTTPException(
             422,

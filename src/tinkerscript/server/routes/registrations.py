@@ -1,7 +1,6 @@
-"""Endpoints that register episodes. Nothing is answered before it is committed.
+"""Endpoints that register episodes. Repeating a registration has no effect.
 
-Repeating a registration has no effect. Groups in a client's pool are named `POOL/...`, and pool names have no
-slash, so groups cannot collide.
+Groups in a client's pool are named `POOL/...`, and pool names have no slash, so groups cannot collide.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class RegistrationRoutes:
         )
 
     def _register(self, new: NewEpisode, account: str, *, is_admin: bool) -> None:
-        """Raises InterchangeError, or HTTPException 422 for a malformed episode."""
         if not is_admin:
             _check_own_pool(new)
         self._interchange.clients.check_pool(account, new.pool)
@@ -95,7 +93,6 @@ class RegistrationRoutes:
 
 
 def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
-    """Raises HTTPException 422 for an invalid pool name or too large a payload."""
     pool = body.client_uuid
     if "/" in pool:
         raise HTTPException(422, f"client_uuid: the name of a pool must not contain a slash, got {pool!r}")
@@ -118,7 +115,6 @@ def _new_episode(body: RegisterEpisodeRequest) -> NewEpisode:
 
 
 def _check_own_pool(new: NewEpisode) -> None:
-    """Raises UnauthorizedError 403."""
     if new.pool == TRAINER_POOL:
         raise UnauthorizedError(
             403,

@@ -165,7 +165,7 @@ class StatusRoutes:
 
     async def fleet(self) -> Response:
         """The current engine, batch, claims, clients and failures."""
-        # FastAPI would validate the reply again, at twice the cost.
+        # FastAPI would validate the reply again, doubling the cost.
         found = fleet_response(self._interchange, self._link)
         return Response(found.model_dump_json(), media_type="application/json")
 

@@ -42,8 +42,8 @@ class OpenEnvEnvironment(Task):
         sessions: int = 0,
         system_prompt: str = INSTRUCTION,
     ) -> None:
-        """`reset` has arguments for every reset. `sessions` limits open sessions (0: no limit). The schema of
-        an action is appended to `system_prompt`.
+        """`reset` has arguments for every reset. `sessions` limits open sessions (0: none). The schema of
+        actions is appended to `system_prompt`.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -83,7 +83,7 @@ class OpenEnvEnvironment(Task):
                     told = "That is no action: reply with a JSON object of the schema."
                     continue
                 result = await client.step(action)
-                reply_id = model.reply_ids[-1]  # Servers other than a run's may repeat ids.
+                reply_id = model.reply_ids[-1]  # Other servers may repeat ids.
                 rewards[reply_id] = rewards.get(reply_id, 0.0) + float(result.reward or 0.0)
                 told = json.dumps(result.observation)
         metrics = {"steps": float(steps), "misread": float(misread), "unfinished": float(not result.done)}
@@ -103,7 +103,7 @@ class OpenEnvEnvironment(Task):
 def parse_action(reply: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the JSON object in a reply, possibly in a code fence, or None.
 
-    If the schema requires exactly one field, its value is enough, as JSON or as plain text.
+    If the schema requires exactly one field, its value is enough, as JSON or plain text.
     """
     text = reply.strip()
     if text.startswith("```") and text.endswith("```"):

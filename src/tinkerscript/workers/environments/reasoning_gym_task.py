@@ -35,8 +35,7 @@ class ReasoningGymTask(Task):
     ) -> None:
         """`system_prompt` is the name of one of the package's prompts, a text, or empty for none.
 
-        Without an `answer_tag` the whole reply is the answer. `config` has the dataset's settings. Raises
-        ConfigError.
+        Without an `answer_tag` the whole reply is the answer. `config` has the dataset's settings.
         """
         if name not in DATASETS:
             near = difflib.get_close_matches(name, DATASETS, n=5, cutoff=0.4)

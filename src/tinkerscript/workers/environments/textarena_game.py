@@ -32,7 +32,7 @@ class TextArenaGame(Task):
         opponent: str = "",
         system_prompt: str = "",
     ) -> None:
-        """`opponent` is the role of the other seats. `players` is 2 with an `opponent`, otherwise 1.
+        """`opponent` is the role of the other seats; then `players` defaults to 2 instead of 1.
 
         Raises ConfigError for a game that is unknown, cannot start with so many players, or needs a download.
         """

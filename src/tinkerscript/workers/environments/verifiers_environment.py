@@ -1,8 +1,8 @@
 """`verifiers:ENV` is an environment of verifiers 0.4. Each episode is a slot of an `Env` in its `serving()`.
 
-verifiers keeps a model client for each endpoint and key, so all episodes share one endpoint, a `ModelRelay`,
-which knows each claim by the ids of the episode's traces. verifiers' `null` harness starts a Python program
-for every turn, which takes a second; `SharedChatHarness` runs the same source as a coroutine.
+verifiers keeps a model client for each endpoint and key, so all episodes share one `ModelRelay`, which knows
+each claim by the ids of the episode's traces. verifiers' `null` harness starts a Python program for every
+turn, which takes a second; `SharedChatHarness` runs the same source as a coroutine.
 """
 
 # Types are checked without verifiers.
@@ -69,7 +69,6 @@ class VerifiersEnvironment(Task):
     def __init__(
         self, environment: str, /, *, select: Mapping[str, Any] | None = None, **config: Any
     ) -> None:
-        """Raises ConfigError."""
         _check_installed(environment)
         taskset = {**config.pop("taskset", {}), "id": environment}
         try:
@@ -126,7 +125,6 @@ class VerifiersEnvironment(Task):
 
 
 def _check_installed(environment: str) -> None:
-    """Raises ConfigError, also for verifiers' older API."""
     name = environment.rpartition("/")[2].partition("@")[0].replace("-", "_")
     if name.isidentifier() and find_spec(f"verifiers.v1.tasksets.{name}") is not None:
         return
@@ -170,10 +168,10 @@ def _as_sample(task: EnvTask[Any, Any, Any]) -> TaskSample:
 
 
 def _output(episode: EnvEpisode[Any, Any, Any], policy: str, calls: int) -> WorkflowOutput:
-    """Return rewards and metrics by name, as `agent/name` with several agents. Raises WorkerError.
+    """Return rewards and metrics by name, as `agent/name` with several agents.
 
     The reward is the mean over the traces of `policy` that verifiers would train on. An agent with another
-    `model` is scored under its role's name.
+    `model` is scored as its role.
     """
     ended_by = _ended_by(episode)
     several = len(episode.traces) > 1
@@ -211,7 +209,7 @@ def _mean_reward(traces: Sequence[EnvTrace[Any, Any, Any]]) -> float:
 def _ended_by(episode: EnvEpisode[Any, Any, Any]) -> str:
     """Return the exception of the environment's `run()`, or "".
 
-    The work so far is then scored, as in verifiers' evaluation. Raises WorkerError for every other failure.
+    The work so far is then scored, as by verifiers. Raises WorkerError for other failures.
     """
     if episode.ok:
         return ""
@@ -228,8 +226,6 @@ _arguments: ContextVar[argparse.Namespace] = ContextVar("arguments of the chat p
 
 
 class SharedChatHarness(NullHarness):
-    """The `null` harness without a separate process, in the `subprocess` runtime's folder."""
-
     async def setup(self, runtime: Runtime) -> None:
         if not isinstance(runtime, SubprocessRuntime):
             raise TypeError(
