@@ -1,8 +1,7 @@
 """LoRA: one frozen base model, and adapters over it, each the weights of one run.
 
 PEFT's module tree trains, and checkpoints have its files and names. An adapter is float32, and adds `alpha /
-rank` times B A x to a product. A run's adapter is activated in the tree before anything is computed. Decoders
-copy A and B.
+rank` times B A x to a product. It is activated in the tree before anything is computed.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 CANARY_SHARE = 0.3
-"""A canary's change of a module, relative to the norm of its weights."""
+"""Norm of a canary's change of a module, relative to the module's weights."""
 
 EXPERTS = "experts"
-"""Target for experts' weights, which are not linear modules. Part of `mlp`."""
+"""Target for experts' weights, which are not linear modules; part of `mlp`."""
 
 # Routers never train, because a changed choice could not be replayed.
 _ROUTERS = ("gate", "router")
@@ -127,7 +126,7 @@ class LoraBase:
         )
         self.decoder.forget()
         with _seeded(settings.seed, self.model.device), warnings.catch_warnings():
-            # PEFT warns about tied embeddings, which an adapter on the head leaves alone and `merged` unties.
+            # PEFT warns about tied embeddings, which `merged` unties.
             warnings.simplefilter("ignore")
             if self._peft is None:
                 self._peft = get_peft_model(self.model, config, adapter_name=name)  # pyright: ignore
@@ -140,7 +139,7 @@ class LoraBase:
             self.decoder.forget()
             assert self._peft is not None
             with warnings.catch_warnings():
-                # PEFT warns that another adapter becomes active, which `activate` decides.
+                # PEFT warns that another adapter becomes active.
                 warnings.simplefilter("ignore")
                 self._peft.delete_adapter(self._unused.popleft())
 
@@ -152,7 +151,7 @@ class LoraBase:
     def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Move `modules` to the model's device. Raises EngineError for wrong shapes."""
+        """Raises EngineError for wrong shapes."""
         for name, expected in self._shapes(settings).items():
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
                 raise EngineError(f"the adapter {folder} belongs to another model: {name} does not fit")
@@ -166,7 +165,7 @@ class LoraBase:
             width, features = linear_shape(getattr(layer, "base_layer", layer))
             shapes[name] = (rank, features), (width, rank)
         if target_parameters(self.model, settings.targets):
-            self._slot(settings)  # PEFT's tree has the paths, because experts nest within one module.
+            self._slot(settings)  # Experts nest within one module, so only PEFT's tree has the paths.
             for name, module in self.model.named_modules():
                 if isinstance(module, ParamWrapper):
                     experts: Any = module
@@ -176,7 +175,7 @@ class LoraBase:
 
 
 class Adapter(Weights):
-    """The base drops its tensors some time after it is garbage-collected."""
+    """The base drops its tensors some time after garbage collection."""
 
     def __init__(self, base: LoraBase, name: str, settings: LoraSettings) -> None:
         self.base, self.model = base, base.model

@@ -1,8 +1,6 @@
-"""`Credit`: each model call's share of an episode's reward, and its baseline.
+"""`Credit`: each model call's share of an episode's reward, and its baseline (docs/rewards.md).
 
-Calls 1, ..., T have rewards (`EpisodeRollouts.call_rewards`). The return of call t is r_t + g r_(t+1) + g^2
-r_(t+2) + ... with the discount g.
-
+Calls 1, ..., T have rewards. The return of call t is r_t + g r_(t+1) + g^2 r_(t+2) + ... with the discount g.
 Invariant: without rewards of calls and with discount 1, `turn` equals `RolloutGroup.weighted` bit for bit.
 """
 
@@ -78,7 +76,7 @@ class Credit:
         return found
 
     def _is_of_episodes(self, group: RolloutGroup, rule: AdvantageRule) -> bool:
-        # Pass@k, named scores and other episodes' means are defined only for whole episodes.
+        # Pass@k, named scores and other episodes' means are of whole episodes.
         if self.level == "episode" or rule.pass_k > 1 or rule.weights or rule.baseline in PAST_BASELINES:
             return True
         has_own = any(episode.call_rewards for episode in group.episodes)

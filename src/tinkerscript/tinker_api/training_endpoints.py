@@ -49,7 +49,7 @@ STABLE_REINFORCE = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
 """`cispo` parameters for `stable_reinforce`, for which Tinker publishes no formula.
 
 This is REINFORCE with truncated importance sampling (Yao et al. 2025): -sg(min(ratio, 2)) * advantage *
-logprob. From the sampler it only needs the datum's `logprobs`.
+logprob.
 """
 
 DEFAULT_RANK = 32  # The SDK's default.

@@ -52,8 +52,8 @@ class TrainingLoop:
     ) -> None:
         """`learners`: the run's own policy first. `samples`: None if clients register their own.
 
-        `restore` loads a step's checkpoint; without it, interrupted evaluations of earlier steps are lost.
-        `renew` makes a step's checkpoint the reference of the KL divergences.
+        `restore` loads a step's checkpoint, for its interrupted evaluations. `renew` makes it the reference
+        of the KL divergences.
         """
         training, progress = parts.config.training, parts.progress
         self.parts = parts
@@ -91,7 +91,7 @@ class TrainingLoop:
         self._mid_step = False
 
     async def run(self) -> None:
-        """Run or resume. If the run ends between steps, the last one is saved."""
+        """Run or resume. Saves the last step unless the run ends within one."""
         self._stream.restore(self.parts.history)
         beside = [asyncio.create_task(self._collector.run(), name="receive outcomes")]
         try:
@@ -175,7 +175,6 @@ class TrainingLoop:
         return step
 
     async def _train_step(self, step: TrainingStep) -> None:
-        # They may train in the next batch.
         self._source.set_status(usable_versions=self._lags.usable(step.number))
         with self.parts.progress.waiting(f"step {step.number} to train"):
             async with self.policy.resting():
@@ -204,5 +203,5 @@ class TrainingLoop:
             global_step=self.step,
             usable_versions=self._lags.usable(self.step),
         )
-        await self._stream.published(self.step)  # A new version allows more groups to start.
+        await self._stream.published(self.step)  # More groups may start.
         return version
