@@ -145,7 +145,6 @@ def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
 
 
 def check_device(device: str) -> None:
-    """Raises EngineError if `device` is missing."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -210,7 +210,6 @@ class FusedDecoder(Decoder):
             "norm_2": self._copy(layer.post_attention_layernorm.weight),
             "qkv": self._fused(projections),
             "qkv_bias": None if biases[0] is None else self._copy(torch.cat(biases)),
-            # q and k are normalized in one operation: (heads + kv_heads, D)
             "qk_norm": self._copy(
                 torch.cat(
                     [
@@ -442,7 +441,7 @@ class HubDecoder(Decoder):
         shares: bool = False,
         routing: Routing | None = None,
     ) -> None:
-        """`shares`: use `model` itself, frozen and of `dtype`. `routing`: keep the routers' choices."""
+        """`shares`: as in `FusedDecoder`. `routing`: keep the routers' choices."""
         self.device, self.dtype, self.routing = model.device, dtype, routing
         self._adapter: AdapterTensors | None = None
         self._tree = _Tree()

@@ -351,7 +351,6 @@ class LeadingTrainer(RankTrainer):
 
 
 def load_weights(spec: RankSpec) -> Weights:
-    """Sharded weights move to the device later (`fully_shard`)."""
     device = "cpu" if spec.sharding == "shard" else spec.own_device
     model = load_model(spec.folder, device=device, dtype=spec.dtype)
     own = own_logits(model)

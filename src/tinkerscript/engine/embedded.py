@@ -56,9 +56,7 @@ class EmbeddedEngine:
             sampling = training.save_weights_and_get_sampling_client().result()
             response = sampling.sample(prompt, 4, tinker.SamplingParams(max_tokens=64)).result()
 
-    `data` is a list of `tinker.Datum`: `model_input` ids [T], and `loss_fn_inputs` such as `target_tokens`
-    int64 [T], `logprobs` and `advantages` float32 [T]. A sampling client keeps the weights that it began
-    with.
+    `EmbeddedTrainingClient` describes `data`. A sampling client keeps the weights that it began with.
     """
 
     def __init__(
@@ -82,23 +80,15 @@ class EmbeddedEngine:
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
-        Raises EngineError for a model that cannot be loaded or decoded exactly, and ConfigError for an
-        unknown name or too many devices.
+        docs/config.md#engine describes other arguments. Raises EngineError for a model that cannot be loaded
+        or decoded exactly, and ConfigError for an unknown name or too many devices.
 
         Args:
             folder: A path, `tiny`, or a Hugging Face id.
             checkpoint_dir: Where `save_state` writes.
             seed: For requests without a seed.
-            threads: torch's threads, for the whole process.
-            max_batch: Sequences that decode together.
-            cache_tokens: Tokens with keys and values in memory. 0: as many as fit.
-            dtype: Of matrix products: float32, bfloat16, or auto. Weights that train are float32.
             notes: Text files, by name, that `save_state` adds.
-            lora: Train an adapter over the model, frozen in `dtype`. None: train all weights.
-            activation_checkpointing: Recompute activations in the backward pass.
-            devices: Devices to train on, with a process each.
-            sharding: `replicate`: every device has all weights. `shard`: each has a part, and the first all.
-            routing_replay: Replay a mixture's sampled choices of experts in training.
+            lora: Train an adapter over the model. None: train all weights.
             log_dir: Where the other devices' processes log.
         """
         torch.set_num_threads(threads)
@@ -141,7 +131,6 @@ class EmbeddedEngine:
             self._model = load_model(folder, device=device, dtype=loaded_dtype)
             own = own_logits(self._model)
             self.shares_prefixes: bool = shares_prefixes(self._model, own)
-            """Whether training computes a shared prefix once."""
 
             self._in_segments = self.shares_prefixes and attend_in_segments(self._model, own)
             self._checkpoints = activation_checkpointing
@@ -295,7 +284,6 @@ class EmbeddedEngine:
         return self._frozen
 
     def write_weights(self, folder: Path) -> APIFuture[None]:
-        """Write the trained weights in the engine's dtype."""
         return self.context.run(lambda: self._trainer.weights.write(folder, self.dtype))
 
     def free_memory(self) -> APIFuture[None]:
@@ -362,7 +350,6 @@ class EmbeddedEngine:
 def _lora_base(
     model: Any, folder: Path, kind: Callable[..., Decoder], settings: LoraSettings | None, adapter: Path
 ) -> LoraBase:
-    """Raises EngineError unless it decodes exactly with adapters."""
     from tinkerscript.engine.lora import LoraBase, settings_of  # Importing PEFT takes half a second.
 
     base = LoraBase(model, folder, kind)

@@ -45,9 +45,7 @@ class Matcher:
         return allowed
 
     def take(self, token: int) -> None:
-        """Raises GrammarError for a forbidden token: the mask allows a marker where the grammar wants its
-        text.
-        """
+        """Raises GrammarError for a forbidden token: a mask allows markers that the grammar wants as text."""
         if not self._matcher.consume_token(token):
             raise self._dead_end(f"it expects a text that only the token {token} spells")
 

@@ -1,7 +1,7 @@
 """Images as token ids: every position of an image gets an id below zero that no other position has.
 
-In a prompt, all images have the same placeholder; unique ids let the prefix cache and the packing of training
-rows tell them apart. The embedding layer looks up their features, from the frozen vision tower and projector.
+The prefix cache and the packing of training rows can then tell images apart. The embedding layer looks up
+their features, from the frozen vision tower and projector.
 """
 
 from __future__ import annotations

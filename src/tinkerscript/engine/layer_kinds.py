@@ -56,9 +56,7 @@ class LayerKinds:
         return {kind: of_kind(kind) for kind in kinds}
 
     def hides(self, kind: str, distances: Tensor, queries: Tensor) -> Tensor | None:
-        """Whether a layer of `kind` cannot see `distances` tokens back from positions `queries`. None: it
-        sees all.
-        """
+        """Whether a layer of `kind` cannot see `distances` tokens back from `queries`. None: it sees all."""
         if kind == SLIDING:
             return distances >= self.width
         if kind == CHUNKED:

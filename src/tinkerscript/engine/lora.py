@@ -80,7 +80,6 @@ class LoraBase:
         return adapter
 
     def decoder_of(self, folder: Path) -> Decoder:
-        """Raises EngineError for another model's adapter."""
         settings = settings_of(folder)
         tensors = self.checked(folder, load_adapter(folder), settings)
         return self.frozen(tensors, settings)
@@ -151,7 +150,6 @@ class LoraBase:
     def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Raises EngineError for wrong shapes."""
         for name, expected in self._shapes(settings).items():
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
                 raise EngineError(f"the adapter {folder} belongs to another model: {name} does not fit")
@@ -379,7 +377,6 @@ def _with_experts(
     settings: LoraSettings,
     names: list[str],
 ) -> PreTrainedModel:
-    """Raises EngineError if the adapter does not fit."""
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]

@@ -61,7 +61,7 @@ COVARIANT = "covariant"
 
 CANDIDATES, TEACHER = "candidates", "teacher_logprobs"
 """int64 and float32 [T, K]: a teacher's K most probable tokens at each position, and their logprobs. They add
-KL(policy, teacher) over these tokens, with the remainder as one more, times `SCALE`.
+`divergence_of_candidates` times `SCALE`.
 """
 
 CANDIDATE_LOGPROBS = "candidate_logprobs"
@@ -90,12 +90,7 @@ MAX_LOG_RATIO = 20.0
 
 
 TERMS: Mapping[str, float] = {**dict.fromkeys(KL_LOSSES, 0.0), "entropy": 0.0, "off_policy_mask": 0.0}
-"""Settings of every policy loss; 0: off.
-
-`kl_k1`, `kl_k2`, `kl_k3`, `kl_unbiased`: weights of estimates of KL(policy, start). `entropy`: weight of the
-entropy, which is subtracted. `off_policy_mask`: tokens with a negative advantage carry no loss if the mean of
-log p(sampler) - log p(policy) over their sequence exceeds this.
-"""
+"""Settings of every policy loss (docs/training.md#losses); 0: off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +275,7 @@ def _with_terms(
 
 
 def divergence_of_candidates(policy: Tensor, teacher: Tensor) -> Tensor:
-    """KL(policy, teacher) in nats (T,), from logprobs (T, K) of the same tokens, with the remainders as one
-    more: a lower bound of the whole divergence.
-    """
+    """KL(policy, teacher) in nats (T,), from logprobs (T, K) of the same tokens; the rest is one token."""
     rests = [(1 - each.exp().sum(-1, keepdim=True)).clamp(min=TINY).log() for each in (policy, teacher)]
     p, t = (torch.cat([each, rest], -1) for each, rest in zip((policy, teacher), rests, strict=True))
     return (p.exp() * (p - t)).sum(-1)
@@ -397,7 +390,6 @@ def target_logprobs(
         temperatures: [S], divide the logits.
         rows: Tokens with logits in memory at once.
         with_entropies: Return (2, S), with entropies in nats.
-        entropy_gradients: Give the entropies gradients.
         top: Return (1 + 2 K, S), with the K highest logprobs and their ids.
     """
     of_chunk: Any = _with_entropies if with_entropies else _TargetLogprobs.apply

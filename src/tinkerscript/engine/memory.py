@@ -141,8 +141,7 @@ def cache_budget(
 ) -> int:
     """Bytes for keys and values, and for `choices` bytes per token, once `model` is loaded.
 
-    Leaves room for training, at most three quarters, because few microbatches are full; on a CPU half, for
-    other programs.
+    Training gets at most three quarters, because few microbatches are full (docs/engine.md#memory).
     """
     w = _Widths.of(model)
     most = max_rows * max_context * (w.token_bytes(dtype.itemsize) + choices)

@@ -1,8 +1,7 @@
 """`Ranks`: rank 0's connections to the other ranks of an engine on several devices, and their processes.
 
 Rank 0 starts them unless a launcher such as torchrun did. They connect through a Unix socket in a private
-folder, or after a launcher through TCP, with a secret from torch's store. If one ends, all end within
-seconds.
+folder, or after a launcher through TCP, with a secret from torch's store.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ class RankSpec:
 
 
 def check_devices(devices: int, device: str) -> None:
-    """Raises ConfigError for a single device, or too few."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(
             f"engine.device: {device!r} cannot be shared out over engine.devices: {devices}; use cpu or cuda"

@@ -110,7 +110,7 @@ def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Te
     """Zero the weights (n, V) that min-p (n,), then top-k (n,), then top-p (n,) exclude.
 
     Min-p: below that share of the largest weight (Nguyen et al. 2024, arXiv:2407.01082). top_k <= 0: no
-    limit. Top-p keeps the fewest most probable ids that reach it.
+    limit.
     """
     weights = weights * (weights >= min_p[:, None] * weights.amax(-1, keepdim=True))
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)

@@ -82,18 +82,15 @@ class EmbeddedSamplingClient:
         known: int = 0,
         images: Sequence[Placed] = (),
     ) -> Future[list[SampledRow]]:
-        """`sample` with options that Tinker's method lacks. Cancelling the future ends the sampling.
+        """`sample` with options that Tinker's method lacks (see also `Request`). Cancelling the future ends
+        the sampling.
 
         Raises EngineRequestError as `sample` does, and GrammarError.
 
         Args:
             stop_ids: Added to `sampling_params.stop`.
-            report: Called for every token, on the engine's thread.
             top_logprobs: Alternatives per position.
             min_p: Share of the most probable token's probability.
-            sampled: How many of the last `ids` begin the reply.
-            known: How many of the first `ids` need no experts.
-            images: Images of the placeholders in `ids`.
         """
         if not 0 <= known <= len(ids):
             raise EngineRequestError(f"known must be 0 to {len(ids)}, the prompt's tokens, got {known}")
@@ -143,7 +140,6 @@ class EmbeddedSamplingClient:
         top: int = 0,
         chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> APIFuture[PromptScores]:
-        """See `score_prompt`."""
         ids = self._context.checked_prompt(prompt.to_ints(), room=0)
         return self._context.run(lambda: score_prompt(self._decoder, ids, last=last, top=top, chosen=chosen))
 

@@ -465,7 +465,6 @@ class Trainer:
         self._optimizer.load_state_dict(state)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Raises EngineError."""
         state = load_optimizer_state(folder) if optimizer else None
         self.weights.read(folder)
         self.reset_optimizer()
@@ -508,8 +507,9 @@ def run_to_end(work: Generator[None, None, T]) -> T:
 class EmbeddedTrainingClient:
     """Trains the weights of `trainer`. Futures can be awaited or asked for `.result()`, and carry errors.
 
-    A datum has ids [T] as `model_input`, and the loss's `loss_fn_inputs`, each [T]. `loss_fn` is in
-    `losses.LOSSES`, or `module:name` of a user's loss.
+    A datum has ids [T] as `model_input`, and the loss's `loss_fn_inputs`, each [T], such as `target_tokens`
+    int64, `logprobs` and `advantages` float32. `loss_fn` is in `losses.LOSSES`, or `module:name` of a user's
+    loss.
     """
 
     def __init__(

@@ -169,7 +169,6 @@ def _constrained(choice: Mapping[str, Any], response: Mapping[str, Any], number:
 
 
 def _reported_ids(choice: Mapping[str, Any]) -> tuple[IntArray, IdsSource] | None:
-    """Raises AlignmentError if two sources disagree."""
     logprobs = _section(choice, "logprobs")
     entries = [entry.get("token_id") for entry in logprobs.get("content") or ()]
     named = [entry for entry in entries if entry is not None]
@@ -222,10 +221,9 @@ def ids_of_pieces(
     the byte 0xE9. So the ids must decode to `text`, the reply without special tokens, and the strings must
     spell it differently, unless they are `declared` to be pieces.
 
-    With byte-level BPE this is proof: decoded text, read as a piece, stands for the same or fewer characters,
-    so the ids decode to the reply's text only if every string stands for the same characters both ways. With
-    SentencePiece two pieces may decode alike (`A` and `<0x41>`; `▁a` and `a` at the start), so a string with
-    such a twin is refused.
+    With byte-level BPE this is proof, because decoded text, read as a piece, stands for the same or fewer
+    characters. With SentencePiece a string is refused if another piece may decode alike (`A` and `<0x41>`;
+    `▁a` and `a` at the start).
     """
     ids = [_id_of(piece, tokenizer) for piece in strings]
     if declared:
@@ -247,7 +245,6 @@ def ids_of_pieces(
 
 
 def _check_sentencepiece(spoken: Sequence[tuple[str, int]], tokenizer: PieceTokenizer) -> None:
-    """Raise AlignmentError for pieces with a twin, and other kinds of vocabularies."""
     if not _spells_spaces(_SENTENCEPIECE_SPACE, tokenizer):
         raise _refusal("the vocabulary is neither byte-level BPE nor SentencePiece, so nothing can be proven")
     for place, (piece, number) in enumerate(spoken):

@@ -279,7 +279,6 @@ class InferenceContext:
         return self._is_plain or bool(getattr(self.tokenizer, "chat_template", None))
 
     def _prompt_ids(self, turn: InferenceTurn, tokens: ChoiceTokens) -> IntArray:
-        """Raises AlignmentError if the server reports other ids than the caller sent."""
         theirs = tokens.prompt_ids
         if theirs is not None and not len(theirs):
             raise AlignmentError("the server reports an empty prompt")

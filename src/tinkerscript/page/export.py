@@ -39,7 +39,7 @@ _EXPORTED = re.compile(r"^export (?=(async )?(function|const|class) )", re.MULTI
 
 
 def export_run(name: str, ledger: LedgerReader, *, steps: int = 20, episodes: int = 300) -> str:
-    """Includes `steps` evenly spaced steps with their groups, and up to `episodes` conversations with tokens."""
+    """Includes `steps` evenly spaced steps with groups, and up to `episodes` conversations with tokens."""
     replies = {path: _plain(reply) for path, reply in _replies(name, ledger, steps, episodes)}
     return _html(f"{name} · TinkerScript", _bundle(), to_json(replies, inf_nan_mode="null").decode())
 

@@ -187,7 +187,6 @@ class RunServer:
 
 
 def _check_own(folder: Path, info: ServerInfo) -> None:
-    """Raise NotRecordedError unless this user runs that server on this machine."""
     us = os.geteuid()
     for path in (folder, folder / SERVER_FILE):
         if path.stat().st_uid != us:

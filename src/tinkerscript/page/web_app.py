@@ -181,7 +181,7 @@ class _Page:
         return LoginState(needed=self._sessions.are_needed, entered=self._sessions.may_enter(request.headers))
 
     async def login(self, body: Token, request: Request, response: Response) -> LoginState:
-        """Log in with the admin token; the reply sets a cookie."""
+        """Log in with the admin token, for a cookie."""
         try:
             is_right = self._sessions.admits(body.token)
         except UnicodeEncodeError as error:  # JSON allows lone surrogates.
@@ -276,7 +276,7 @@ class _Page:
         return evaluations(self._ledger(run))
 
     def comparison(self, run: str, query: Annotated[ComparisonQuery, Query()]) -> Comparison:
-        """Two evaluations compared sample by sample; by default the first and the last."""
+        """Two evaluations sample by sample, by label; by default the first and the last."""
         return compare(self._ledger(run), query)
 
     def sample(self, run: str, digest: str, before: Before = None, limit: Limit = 50) -> SampleView:

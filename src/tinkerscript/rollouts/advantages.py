@@ -62,10 +62,10 @@ MEMORY = 0.875
 
 
 class SampleMean(msgspec.Struct, frozen=True, array_like=True):
-    """The mean reward of a sample's episodes, in which a group counts `MEMORY` times as much as the next.
+    """A sample's mean reward, in which a group counts `MEMORY` times as much as the next.
 
-    With rewards of 0 and 1 this is SPO's value tracker with a constant rho and without prior counts (Xu and
-    Ding 2025, "Single-stream Policy Optimization", arXiv:2509.13232).
+    With rewards of 0 and 1 this is SPO's value tracker (Xu and Ding 2025, arXiv:2509.13232) with a constant
+    rho and without prior counts.
     """
 
     total: float = 0.0
@@ -146,7 +146,6 @@ class AdvantageRule:
         return above / self.divisor(rewards, past)
 
     def _of_sets(self, rewards: Doubles) -> Doubles:
-        """Raises ValueError for a group smaller than `pass_k`."""
         size, k = len(rewards), self.pass_k
         if size < k:
             raise ValueError(f"pass_k: {k} needs a group of {k} episodes or more, got {size}")
@@ -380,7 +379,7 @@ def evenly(rollout: Rollout, reward: float) -> FloatArray:
 
 
 def discounted(rollout: Rollout, reward: float, discount: float) -> FloatArray:
-    """Give each sampled token `discount` times the share of the next one. Raises ValueError outside (0, 1]."""
+    """Give each sampled token `discount` times the next one's share. Raises ValueError outside (0, 1]."""
     if not 0 < discount <= 1:
         raise ValueError(f"a discount must be above 0 and at most 1, got {discount}")
     weights = discount ** np.arange(int(rollout.sampled.sum()) - 1, -1, -1, dtype=np.float64)

@@ -219,7 +219,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """The first token's version is first."""
+        """All known versions that sampled a part, the first token's first."""
         if self.spans:
             return tuple(version for version, _ in self.spans)
         if self.policy_version_end is None:
@@ -255,9 +255,7 @@ class Prompts(Mapping[str, bytes]):
     """Full prompts by call id, as int32 bytes, built when looked up in O(prompt), to save memory."""
 
     def __init__(self, calls: Iterable[Call]) -> None:
-        """`calls` list parents before children. Raises ValueError for a missing parent or a duplicate call
-        id.
-        """
+        """`calls` list parents before children. Raises ValueError for missing parents and duplicate ids."""
         self._calls: dict[str, Call] = {}
         for call in calls:
             if call.parent_id is not None and call.parent_id not in self._calls:

@@ -153,8 +153,8 @@ class Rollout:
         """Return a copy with its reward.
 
         A number is the reward of the episode and of every sampled token. A sequence has a share for each of
-        the R response tokens. Raises ValueError for a wrong length, a magnitude above `errors.MAX_REWARD`, or
-        a reward on a token that was not sampled.
+        the R response tokens, which sum to the episode's. Raises ValueError for a wrong length, a magnitude
+        above `errors.MAX_REWARD`, or a reward on a token that was not sampled.
         """
         rewards = np.zeros(len(self.tokens), dtype=np.float32)
         shares = _as_numbers(reward)

@@ -1,7 +1,7 @@
 """The state that all endpoints share (`WireState`), and limits on its memory.
 
 A client that lost the reply repeats its request and gets the same future. Samplers over the same weights
-share a copy. The least recently used copies are evicted and reloaded when needed; unsaved ones are lost.
+share a copy, and the least recently used copies are reloaded when needed; unsaved ones are lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class WireLimits:
     runs: int = 8
-    """Runs in memory, each with an adapter or weights, gradients and moments."""
+    """Runs in memory."""
 
     samplers: int = 32
     waiting_samples: int = 8192

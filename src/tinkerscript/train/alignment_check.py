@@ -43,7 +43,6 @@ class TrainedModel:
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
     is_embedded: bool = True
     scales_logits: bool = True
-    """Whether tokens are scored at their sampling temperatures."""
 
     routing: Routing | None = None
 
@@ -217,7 +216,6 @@ class AlignmentCheck:
         return diagnose(pairs, threshold=self._limit, retokenise=self._model.retokenise)
 
     def _judge(self, mean: float, pairs: Sequence[Pair], apart: Sequence[Pair], step: int) -> None:
-        """`pairs`: calls above the limit; `apart`: calls with a pattern."""
         finding = self._diagnose(pairs if mean > self._limit else apart)
         if finding:
             self._misaligned(finding, step)

@@ -1,7 +1,7 @@
 """`load_episodes`: a run's best episodes, or pairs of episodes, as training data.
 
-No sequence with an error trains (`rollouts.alignment.checks`), except those of temperature 0: its logprobs
-are not used.
+No sequence with an error trains (`rollouts.alignment.checks`). Temperature 0 is fine, because logprobs are
+not used.
 """
 
 from __future__ import annotations

@@ -66,7 +66,6 @@ class Group:
         return [outcome for outcome in self.outcomes.values() if isinstance(outcome, EpisodeAccepted)]
 
     def differs(self, *, by_call: bool) -> bool:
-        """Whether rewards (with `by_call` also calls') differ."""
         return len({(each.reward_of(""), *(each.earned if by_call else ())) for each in self.accepted}) > 1
 
 

@@ -23,7 +23,6 @@ from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
 
 
 def check_unused(path: Path) -> None:
-    """Raises ConfigError if a new run cannot use the folder."""
     try:
         if holds_run(path):
             raise ConfigError(

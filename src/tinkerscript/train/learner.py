@@ -446,7 +446,7 @@ class Learner:
     async def _token_advantages(
         self, batch: list[WeightedRollout], olds: Sequence[FloatArray], step: int
     ) -> tuple[list[WeightedRollout], dict[str, float]]:
-        """Apply KL penalty, teacher and corrections. `olds`: trainer's logprobs, float32 [T] each, or empty."""
+        """Apply KL penalty, teacher and corrections. `olds`: trainer's logprobs, float32 [T], or empty."""
         self._old = {id(item.rollout): old for item, old in zip(batch, olds, strict=False)}
         metrics: dict[str, float] = {}
         if self._penalty is not None:

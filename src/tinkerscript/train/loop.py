@@ -1,7 +1,7 @@
 """The training loop, top to bottom: evaluate; for every step take groups, learn, publish; evaluate again.
 
-This is Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath"): an episode's advantage is its
-reward compared with its group's (rollouts/advantages.py). Failed episodes have no reward and are left out.
+This is Group Relative Policy Optimization (Shao et al. 2024, arXiv:2402.03300): an episode's advantage is its
+reward compared with its group's.
 
     GroupStream     which groups start, and which train      stream.py
     PolicyUpdate    what a step does to the weights          update.py, learner.py

@@ -84,7 +84,6 @@ class SeededSampler(Sampler):
 
 
 def check_lengths(tokens: int, logprobs: int) -> None:
-    """Raises AlignmentError if the counts differ."""
     if tokens != logprobs:
         raise AlignmentError(
             f"lengths_differ: the sampler returned {tokens} token ids and {logprobs} logprobs: "

@@ -97,7 +97,6 @@ def cookbook_message(message: ChatMessage) -> Message:
 
 
 def _chat_message(message: Message) -> ChatMessage:
-    """Raises ValueError for images and audio."""
     content: Any = message["content"]
     parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if others := {part["type"] for part in parts} - {"text", "thinking"}:

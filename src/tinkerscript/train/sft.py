@@ -59,11 +59,7 @@ async def run_sft(
     path: Path | None = None,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
-    """Returns the run's folder, with results in summary.json.
-
-    `path`: folder of a run to resume. Without `on_page` there is no page. Raises ConfigError for a run that
-    cannot start.
-    """
+    """See `run.run_training`."""
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
     config, about_rates = resolved(config, model)

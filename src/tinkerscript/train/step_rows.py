@@ -189,9 +189,7 @@ def _shortest(values: Any) -> bytes:
 def chat_rows(
     number: int, step: int, datum: tinker.Datum, logprobs: FloatArray, origin: Mapping[str, str]
 ) -> list[Row]:
-    """`number`: the episode's. `logprobs`: float32 [T], before the step. `origin`:
-    `SupervisedExample.origins`.
-    """
+    """`logprobs`: float32 [T], before the step. `origin`: one of `SupervisedExample.origins`."""
     inputs = datum.loss_fn_inputs
     targets = inputs["target_tokens"].to_numpy()
     trains = inputs["weights"].to_numpy() != 0

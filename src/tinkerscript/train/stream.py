@@ -1,7 +1,6 @@
 """`GroupStream`: decides which groups start, and which a training step takes.
 
-The rule is AReaL's (Fu et al. 2025, arXiv:2505.24298), in docs/training.md#synchronous-to-asynchronous. Slow
-groups are kept, except that up to `extra_groups` are cancelled in the last step that could train them.
+The rule is AReaL's (Fu et al. 2025, arXiv:2505.24298), in docs/training.md#synchronous-to-asynchronous.
 """
 
 from __future__ import annotations

@@ -45,9 +45,9 @@ ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[
 class KLPenalty:
     """The reverse KL divergence from a reference model, as part of each token's reward.
 
-    For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature. The
-    advantage changes by -coef * d, or if `centered` by coef * (mean(d) - d). This is tinker_cookbook's
-    `incorporate_kl_penalty`, except that tokens without loss get nothing.
+    For a sampled token, d = log p(sampler) - log p(reference). The advantage changes by -coef * d, or if
+    `centered` by coef * (mean(d) - d). This is tinker_cookbook's `incorporate_kl_penalty`, except that tokens
+    without loss get nothing.
     """
 
     reference: ReferenceLogprobs
@@ -172,7 +172,6 @@ class Distillation:
         """With `top_k`: ids int64 [T, K] and logprobs float32 [T, K] of the last `apply`'s sequences."""
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Raises ConfigError if they differ."""
         whose = f"training.distillation.teacher: {self._name!r}"
         check_same_tokenizer(folder, self._teacher.folder, whose=whose)
 
@@ -271,7 +270,7 @@ async def open_distillation(
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """The trainer's probability before the update over the sampler's, float64, of a sequence's loss tokens."""
+    """The trainer's probability before the update over the sampler's, float64, for loss tokens."""
 
     token: Doubles
     product: Doubles
@@ -318,10 +317,7 @@ def correct(
     batch: Sequence[WeightedRollout], trainer: Sequence[FloatArray], config: RolloutCorrectionConfig
 ) -> tuple[list[WeightedRollout], dict[str, float]]:
     """Weight advantages by the trainer's probabilities before the update (`trainer`, float32 [T] logprobs
-    each) over the sampler's, and make them the loss's reference.
-
-    Metrics over loss tokens: the mean weight, the largest ratio, and in `correction/NAME` the share that a
-    part clipped or masked.
+    each) over the sampler's, and make them the loss's reference. Also returns metrics over loss tokens.
     """
     parts = {name: value for name in CORRECTIONS if (value := getattr(config, name)) is not None}
     corrected: list[WeightedRollout] = []
@@ -398,9 +394,8 @@ def covariant_tokens(
     """Mark tokens with an outstanding covariance: float32 [T] each, 1 or 0 (Cui et al. 2025,
     arXiv:2505.22617).
 
-    It is (A - mean(A)) (log p - mean(log p)) over the batch's loss tokens, with the trainer's p before the
-    update (`trainer`: float32 [T] each). Marks the `share` of tokens with the largest, or with a `band` as
-    many random tokens inside it.
+    These are the `share` of tokens with the largest, or with a `band` as many random tokens inside it.
+    `trainer`: logprobs before the update, float32 [T] each.
     """
     masks = [item.rollout.loss_mask for item in batch]
     advantages = np.concatenate([item.advantages[mask] for item, mask in zip(batch, masks, strict=True)])

@@ -33,7 +33,7 @@ def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
 
 
 async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, whose: str) -> None:
-    """Raises ConfigError with the first text of at most `longest` tokens that `encode` encodes differently."""
+    """Raises ConfigError with the first text, up to `longest` tokens, that `encode` encodes differently."""
     ours = _tokenizer(own)
     for text in _texts(ours, min(TOKENS_OF_TEXT, longest // 4)):
         theirs = await encode(text)

@@ -48,8 +48,6 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class TrainerKeys:
-    """Each key is 40 characters of Z85."""
-
     public: bytes
     secret: bytes = field(repr=False)
     server_public: bytes  # The only trusted server.

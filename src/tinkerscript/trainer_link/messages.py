@@ -98,8 +98,6 @@ class Commit(Tagged, frozen=True):
 
 
 class Resume(Tagged, frozen=True):
-    """Asks where to continue."""
-
     request_id: int
     checkpoints: list[int]
     replay_lag: int = 0
@@ -110,8 +108,6 @@ class Resume(Tagged, frozen=True):
 
 
 class Fetch(Tagged, frozen=True):
-    """Asks for an episode's result."""
-
     request_id: int
     episode: int
 

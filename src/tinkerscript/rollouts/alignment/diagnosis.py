@@ -38,9 +38,8 @@ def is_comparable(call: Call) -> bool:
 class Gap:
     """The sampler's logprobs against the trainer's, as sums over n tokens.
 
-    With d = trainer - sampler: k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) estimate KL(sampler || trainer)
-    (Schulman 2020, "Approximating KL divergence"); the effective sample size is (sum w)^2 / (n sum w^2) with
-    w = exp(d).
+    docs/rollouts.md#metrics-of-a-step has the formulas. k1 and k3 estimate KL(sampler || trainer) (Schulman
+    2020, "Approximating KL divergence").
     """
 
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""`TinkerBackend`: a service with Tinker's protocol. A checkpoint is the path of the weights there.
+"""`TinkerBackend`: a service with Tinker's protocol. A checkpoint contains the path of the weights there.
 
 The SDK retries by itself, for a result without limit; `SlowCallNotifier` reports such waits.
 """

@@ -1,8 +1,7 @@
 """`ReplicaPool`: publishes each version of the weights to all replicas, and routes model calls to them.
 
-A replica samples only from versions that it loaded by their files' digest and did not fail to prove, and only
-after showing that adapters act on every kind of module. A single version samples a call. Unanswered calls of
-a lost replica are repeated elsewhere.
+A replica samples only from versions that pass the checks of docs/vllm.md#when-a-version-counts. A single
+version samples a call. Unanswered calls of a lost replica are repeated elsewhere.
 """
 
 from __future__ import annotations
@@ -309,9 +308,7 @@ class ReplicaPool(Sampler):
     # Sharing devices with the trainer
 
     async def sleep(self) -> None:
-        """Make replicas release their memory. Calls wait until `wake`. Replicas that do not serve yet are
-        killed.
-        """
+        """Make replicas release memory, and kill those that do not serve yet. Calls wait until `wake`."""
         self.is_awake.clear()
         await self._everywhere(Replica.sleep, "did not go to sleep")
         for replica in self.replicas:

@@ -1,10 +1,10 @@
 """Judges from logprobs whether a replica samples from the weights that it was given.
 
-Two versions of an adapter differ by less than a bfloat16 replica's rounding noise, so comparing values proves
-nothing. Instead, the replica's changes between versions are regressed on the trainer's over many tokens: the
-slope is near 1 for the newer version and near 0 for the older one, whatever constant differences their
-kernels have. The standard error is a jackknife over positions, where errors are correlated. With a float32
-trainer the changes must also match up to noise, because a few old weights leave the slope near 1.
+Two versions of an adapter differ by less than a bfloat16 replica's rounding noise. So the replica's changes
+between versions are regressed on the trainer's over many tokens: the slope is near 1 for the newer version
+and near 0 for the older one, whatever constant differences their kernels have. The standard error is a
+jackknife over positions, where errors are correlated. With a float32 trainer the changes must also match up
+to noise, because a few old weights leave the slope near 1.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`Replica`: one vLLM server that samples for a run, with the versions that it has loaded.
 
-Its next-token logprobs, always through an adapter, tell which weights it has. vLLM 0.32 has two bugs with
-adapters on the head: scoring a prompt next to other requests kills the engine
-(`punica_wrapper.add_lora_logits`), and on CPUs, base model requests get the last loaded adapter's head.
+Its next-token logprobs tell which weights it has, always through an adapter, because vLLM 0.32 has two bugs
+with adapters on the head (docs/vllm.md#what-was-run; `punica_wrapper.add_lora_logits`).
 """
 
 from __future__ import annotations
@@ -173,8 +172,9 @@ class Replica:
         )
 
     async def sample(self, request: SampleRequest, version: int, *, is_held: bool = False) -> SampleResult:
-        """Raises LostError, and GatewayError as `RemoteSampler.sample` does. `cut` leaves `is_held` calls
-        alone.
+        """Raises LostError, and GatewayError as `RemoteSampler.sample` does.
+
+        `cut` leaves `is_held` calls alone.
         """
         sampler = self._samplers.get(version)
         if sampler is None:
