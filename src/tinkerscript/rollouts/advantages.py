@@ -81,28 +81,26 @@ class SampleMean(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class AdvantageRule:
-    """Advantage = (r - baseline) / scale, for the rewards r of a group of G episodes."""
+    """Advantage = (r - baseline) / scale, for the rewards r of G episodes (papers: docs/recipes.md)."""
 
     baseline: Baseline = "group_mean"
-    """`group_mean`: the mean of r (Liu et al. 2025, arXiv:2503.20783). `leave_one_out`: the mean of the other
-    G - 1 rewards (Ahmadian et al. 2024, arXiv:2402.14740). `running_mean` and `sample_mean`:
-    `RolloutGroup.past`. `none`: 0.
+    """`group_mean`: the mean of r. `leave_one_out`: the mean of the other G - 1 rewards. `running_mean` and
+    `sample_mean`: `RolloutGroup.past`. `none`: 0.
     """
 
     scale: Scale = "none"
-    """`group_deviation`: the sample standard deviation of r (Shao et al. 2024, arXiv:2402.03300).
-    `group_mean`: the mean of r (Tajwar et al. 2026, arXiv:2602.02710). `running_deviation`:
-    `RolloutGroup.past`. `batch_deviation`: 1, because `whitened` divides later.
+    """`group_deviation`: the sample standard deviation of r. `group_mean`: the mean of r.
+    `running_deviation`: `RolloutGroup.past`. `batch_deviation`: 1, because `whitened` divides later.
     """
 
     pass_k: int = 1
     """Above 1, r is an episode's mean best reward over all sets of this many episodes that include it.
-    Baseline and deviation are then also of the sets' best rewards (Chen et al. 2025, arXiv:2508.10751).
+    Baseline and deviation are then also of the sets' best rewards.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
     """Weights by score name. The advantage is the weighted sum of the scores' advantages, each divided by its
-    sample deviation (GDPO, Liu et al. 2026, arXiv:2601.05242).
+    sample deviation (GDPO).
     """
 
     @property

@@ -498,8 +498,7 @@ class Learner:
     def _adapt_entropy(self) -> dict[str, float]:
         """The entropy bonus of this step, and in `_next_state` the next one's.
 
-        The rule is Skywork-OR1's (He et al. 2025, arXiv:2505.22312; docs/training.md#an-entropy-to-hold), the
-        bound at 0 is TRL's.
+        docs/training.md#an-entropy-to-hold has the rule. The bound at 0 is TRL's.
         """
         target, delta = self.config.adaptive_entropy.target, self.config.adaptive_entropy.delta
         entropy = self._measured.get("train/entropy")

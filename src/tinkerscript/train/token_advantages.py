@@ -371,7 +371,7 @@ def keep_top_entropy(
 ) -> list[WeightedRollout]:
     """Zero advantages outside of the `share` of tokens with the highest entropies (float32 [T] each).
 
-    Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939.
+    Wang et al. 2025, arXiv:2506.01939.
     """
     every = np.concatenate(
         [entropy[item.rollout.loss_mask] for item, entropy in zip(batch, entropies, strict=True)]

@@ -1,6 +1,6 @@
 """`Replica`: one vLLM server that samples for a run, with the versions that it has loaded.
 
-Its next-token logprobs tell which weights it has, always through an adapter, because vLLM 0.32 has two bugs
+Its next-token logprobs tell which weights it has, always through an adapter, because vLLM 0.32 has two faults
 with adapters on the head (docs/vllm.md#what-was-run; `punica_wrapper.add_lora_logits`).
 """
 
