@@ -1,8 +1,7 @@
 """`PrefixStore`: states of computed texts, for later requests with the same prefix.
 
-A store has one version of the weights and one adapter. A request continues from the longest stored prefix, or
-from a whole stored text if a layer has a window or a state. A node was used no later than its parent, so the
-least recently used one is a leaf.
+A store has one version of the weights and one adapter (docs/engine.md#shared-computation). A node was used no
+later than its parent, so the least recently used one is a leaf.
 """
 
 from __future__ import annotations

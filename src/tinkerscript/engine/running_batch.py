@@ -1,8 +1,7 @@
 """`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
-Only new parts of prompts are prefilled (`PrefixStore`), long ones in chunks between steps. If rows outgrow
-the `CacheBudget`, the newest wait again. Rows are in their cache's order. An error in one row fails only its
-request, and does not change the others' ids and log probabilities.
+docs/engine.md describes batching and its memory. Rows are in their cache's order. An error in one row fails
+only its request, and does not change the others' ids and log probabilities.
 """
 
 from __future__ import annotations

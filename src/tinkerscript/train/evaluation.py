@@ -1,7 +1,7 @@
 """`Evaluator`: scores policy versions on held-out samples.
 
-An evaluation overlaps with the next steps if the sampler can hold its version. Each label is evaluated once
-per run, by one version, even across restarts. Failed episodes are never averaged into a score.
+Each label is evaluated once per run, by one version, even across restarts. Failed episodes are never averaged
+into a score (docs/training.md#evaluation).
 """
 
 from __future__ import annotations
