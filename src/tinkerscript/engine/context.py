@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16", "bf16", "arm_bf16")
-"""Processor features, named as in torch, that make bfloat16 as fast as float32."""
+"""Processor features, named as in torch, with which bfloat16 is no slower than float32."""
 
 
 T = TypeVar("T")

@@ -80,7 +80,7 @@ class EmbeddedEngine:
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
-        docs/config.md#engine describes other arguments. Raises EngineError for a model that cannot be loaded
+        docs/config.md#engine describes the other arguments. Raises EngineError for a model that cannot be loaded
         or decoded exactly, and ConfigError for an unknown name or too many devices.
 
         Args:

@@ -75,7 +75,9 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, scores_of
 LossMean = Literal["sequences", "tokens", "tokens_then_sequences", "episodes"]
 
 KL_STEP = "train/kl_step"
-"""Metric: KL(before, after) of a step before its last optimizer step, in nats per token (Schulman's k3)."""
+"""Metric: how far a step moves the weights before its last optimizer step, as KL(before, after) in nats per
+token (Schulman's k3).
+"""
 
 
 @dataclass(frozen=True, slots=True)
