@@ -80,8 +80,8 @@ class EmbeddedEngine:
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
-        docs/config.md#engine describes the other arguments. Raises EngineError for a model that cannot be loaded
-        or decoded exactly, and ConfigError for an unknown name or too many devices.
+        docs/config.md#engine describes the other arguments. Raises EngineError for a model that cannot be
+        loaded or decoded exactly, and ConfigError for an unknown name or too many devices.
 
         Args:
             folder: A path, `tiny`, or a Hugging Face id.
