@@ -14,7 +14,7 @@ from tinkerscript.dashboard import one_line
 from tinkerscript.dashboard.progress import rate_text, role_rewards, time_left_s
 
 STEPS_SHOWN = 5
-PACE_STEPS = 20
+PACE_STEPS = 20  # The pace is measured over these.
 
 BAR, GAP = 24, 2
 SPARKS = "▁▂▃▄▅▆▇█"

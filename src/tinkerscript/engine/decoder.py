@@ -210,6 +210,7 @@ class FusedDecoder(Decoder):
             "norm_2": self._copy(layer.post_attention_layernorm.weight),
             "qkv": self._fused(projections),
             "qkv_bias": None if biases[0] is None else self._copy(torch.cat(biases)),
+            # q and k are normalized in one operation: (heads + kv_heads, D)
             "qk_norm": self._copy(
                 torch.cat(
                     [

@@ -105,6 +105,7 @@ class EmbeddedEngine:
         self._notes = notes
         check_device(device)
         self.dtype = compute_dtype(dtype, device)
+        # Trained weights are float32. A frozen base uses the products' dtype.
         frozen = lora is not None or base is not None
         loaded_dtype = self.dtype if frozen else torch.float32
         with ExitStack() as undo:

@@ -175,6 +175,7 @@ class TrainingLoop:
         return step
 
     async def _train_step(self, step: TrainingStep) -> None:
+        # They may train in the next batch.
         self._source.set_status(usable_versions=self._lags.usable(step.number))
         with self.parts.progress.waiting(f"step {step.number} to train"):
             async with self.policy.resting():

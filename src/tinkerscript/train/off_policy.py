@@ -95,6 +95,7 @@ class PolicyLags:
         return step - min(known, default=step) if len(known) == len(behind) else None
 
 
+# Groups usually get too old first.
 CAPACITY = 256
 
 # The n-th oldest group has weight n to this power (Marin's `alpha`).

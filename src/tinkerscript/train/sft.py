@@ -152,6 +152,7 @@ class SupervisedRun:
     train_seconds: float
     next_chat: int
     dpo: Dpo | None = None
+    # Weights and ledger may disagree, so a checkpoint would be wrong.
     _mid_step: bool = False
 
     def __post_init__(self) -> None:

@@ -240,6 +240,7 @@ async def optimizer_step(
 ) -> Stepped:
     """Take one AdamW step on the summed loss. `computed`: the datums' `forward_backward` output, if any."""
     # A service runs both calls in order, so send them before awaiting either.
+    # Send both calls before awaiting either: a service runs them in order.
     forward = None if computed else client.forward_backward(datums, loss_fn, loss_config)
     optim = client.optim_step(
         tinker.AdamParams(
