@@ -1,7 +1,6 @@
 """Terminal output of a run.
 
-Pass text from models and programs through `plain` or `one_line`: control characters could rewrite the
-terminal.
+Pass foreign text through `plain` or `one_line`: control characters could rewrite the terminal.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def one_line(text: str) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap between words; a longer word stays whole. Commands get a backslash at each break, for copying."""
+    """Wrap between words; a longer word stays whole. Commands get a backslash at each break."""
     return "\n".join(piece for line in text.split("\n") for piece in _wrapped_line(line, width))
 
 
@@ -41,7 +40,6 @@ def _wrapped_line(line: str, width: int) -> list[str]:
 
 
 def _filled(label: str, words: list[str], indent: str, width: int) -> list[str]:
-    """Words carry their leading space."""
     lines = [label + words[0]]
     for word in words[1:]:
         if len(lines[-1]) + len(word) <= width:

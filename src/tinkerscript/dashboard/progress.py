@@ -1,4 +1,4 @@
-"""`ProgressReporter`: how a run reports to people. `testing.QuietReporter` is its fake."""
+"""`ProgressReporter`: how a run reports to people."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ProgressReporter(ABC):
     def evaluation(self, label: str, score: float, episodes: int, failed: int) -> None: ...
 
     def pending(self, evaluations: Sequence[PendingEvaluation]) -> None:  # noqa: B027 (most show phases)
-        """Show evaluations that have begun and not ended."""
+        """Show unfinished evaluations."""
 
     @abstractmethod
     def note(self, message: str) -> None:

@@ -103,7 +103,7 @@ HELD_OUT_RANK = 0
 
 
 class RunTable:
-    """Callers must lock it: the run updates it on one thread and `frame` runs on another."""
+    """Callers must lock it, because the run and `frame` use different threads."""
 
     def __init__(self, began: float) -> None:
         """`began` uses the clock of `frame`."""
@@ -202,7 +202,7 @@ class RunTable:
         rate = f"   {rate_text(done / seconds)} ep/s" if done and seconds > 1 else ""
         episodes = f"{done:,} of {total:,} episodes" if total else f"{done:,} episodes"
         text = Text.assemble("sampling ", one_line(label), f": {episodes}", (rate, "dim"))
-        if total:  # Last, so a narrow screen cuts only the bar.
+        if total:  # A narrow screen cuts only the bar.
             _add_bar(text.append("  "), BAR, done / total)
         return text
 

@@ -107,7 +107,7 @@ REPORT_WAIT_AFTER_S = 2.0
 REPORT_PROGRESS_AFTER_S = 10.0
 
 REPORT_AGAIN_AFTER_S = 60.0
-"""Also delays a run's first wait, so the page's address comes first."""
+"""Also delays the first wait, so the page's address comes first."""
 
 SHOWN_METRICS: dict[str, Callable[[float], str]] = {
     "reward/mean": "reward {:.3f}".format,
@@ -203,7 +203,6 @@ class TableReporter(ProgressReporter, Phase):
 
     @contextmanager
     def opened(self) -> Generator[TableReporter]:
-        """Leave the last steps on the screen at the end."""
         self._live.start()
         self._console.show_cursor()  # A killed process may have hidden it.
         try:

@@ -1,8 +1,7 @@
 """`EngineContext`: what all clients of one engine share. `EngineThread`: the one thread that owns torch.
 
-Jobs run in order, long ones in slices. After each slice, sampling gets the thread for as long. Every future
-resolves, with the error if a job fails. `max_context` ends where a rotary embedding would change with the
-length, so the decoder equals the model.
+Jobs run in order. A long one yields to sampling after each slice, for as long as the slice took. Every future
+resolves.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ def open_context(
     images: ImageReader,
     thread: EngineThread | None = None,
 ) -> EngineContext:
-    """Raises EngineError if the config lacks a context length."""
     tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
     vocabulary = text_config_of(model).vocab_size
     eos_ids = eos_ids_of(model)
@@ -114,7 +112,10 @@ def open_context(
 
 
 def exact_context(config: PreTrainedConfig) -> int:
-    """Raises EngineError if the config lacks a context length."""
+    """Return the length up to which rotary embeddings stay the same, so that a decoder equals the model.
+
+    Raises EngineError if the config has none.
+    """
     return min(_limits(config))[0]
 
 
@@ -144,7 +145,6 @@ def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
 
 
 def check_device(device: str) -> None:
-    """Raises EngineError if `device` does not exist here."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -181,7 +181,6 @@ def eos_ids_of(model: PreTrainedModel) -> frozenset[int]:
 
 
 Slices = Generator[None, None, T]
-"""It yields where sampling may run."""
 
 
 @dataclass(frozen=True, slots=True)

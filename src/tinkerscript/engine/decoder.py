@@ -1,6 +1,6 @@
 """`Decoder`: a frozen copy of the weights that prefills prompts and decodes one token per row and step.
 
-Invariant: a decoder gives the model's own logits. `decoder_for` proves this on random tokens before use.
+Invariant: it gives the model's own logits, which `decoder_for` proves on random tokens.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 PROOF_FACTOR, PROOF_FACTOR_OF_HALF = 30.0, 4.0
-"""Factors by which a correct decoder may exceed the model's rounding noise, in float32 and bfloat16. Correct
-ones measured 0.1 to 3.5 and 0.1 to 1; a wrong attention scale 50,000 and 6.
+"""How far a decoder may exceed the model's rounding noise, in float32 and bfloat16. Correct ones measured 0.1
+to 3.5 and 0.1 to 1; a wrong attention scale 50,000 and 6.
 """
 
 
 PROOF_FLOOR, PROOF_CEILING = 1e-6, 1.0
-"""Nats by which log probabilities may always differ, and never."""
+"""Nats: smaller differences in log probabilities always pass, larger ones never."""
 
 
 NO_ADAPTER = "none"
@@ -48,7 +48,7 @@ NO_ADAPTER = "none"
 
 
 LOGITS_ENTRIES = 2**25
-"""Maximum tokens times vocabulary of logits in memory: 128 MiB in float32."""
+"""Tokens times vocabulary of logits in memory: 128 MiB in float32."""
 
 
 LOGITS_ENTRIES_OF_DEVICES = 2**27
@@ -77,14 +77,14 @@ class Decoder(ABC):
     device: torch.device
     dtype: torch.dtype
     spread: float
-    """Rows share a step if their lengths differ by at most this factor (`KVCache`)."""
+    """Rows share a step if their lengths differ by at most this factor."""
 
     routing: Routing | None = None
-    """If given, a row's state ends with a layer of its tokens' experts: `keys` (L, P, k)."""
+    """If given, the last layer of a row's state has its tokens' experts: `keys` (L, P, k)."""
 
     @abstractmethod
     def with_adapter(self, adapter: AdapterTensors) -> Decoder:
-        """Return a decoder of the same (shared) weights with `adapter`."""
+        """The new decoder shares this one's weights."""
 
     def forget(self) -> None:  # noqa: B027 (only what computes with the module tree has anything to forget)
         """Note that something else changed the model's adapters."""
@@ -101,8 +101,7 @@ class Decoder(ABC):
         """ids (B, P) right-padded, lengths (B,) -> logits after each prompt (B, V), and the whole rows'
         states.
 
-        With the `past` of a row of `begin` tokens, each row of ids continues it (only one row if
-        `is_recurrent`).
+        With a `past` of `begin` tokens, all rows continue it (only one row if `is_recurrent`).
         """
 
     @abstractmethod
@@ -118,8 +117,7 @@ class Decoder(ABC):
 
 
 class FusedDecoder(Decoder):
-    """Llama-family decoder with fused projections (Llama, Mistral, Qwen2, Qwen3): about a fifth of the module
-    tree's operations.
+    """Fuses the projections of Llama, Mistral, Qwen2 and Qwen3, for a fifth of the module tree's operations.
 
     Weights are (in, out), inputs (N, in).
     """
@@ -445,9 +443,7 @@ class HubDecoder(Decoder):
         shares: bool = False,
         routing: Routing | None = None,
     ) -> None:
-        """`shares`: use the model itself, which must be frozen and of `dtype`. `routing`: also keep the
-        routers' choices.
-        """
+        """`shares`: as in `FusedDecoder`. `routing`: keep the routers' choices."""
         self.device, self.dtype, self.routing = model.device, dtype, routing
         self._adapter: AdapterTensors | None = None
         self._tree = _Tree()
@@ -487,8 +483,7 @@ class HubDecoder(Decoder):
             return self._prefill_by_steps(ids, past, begin)
         if not kinds.are_recurrent and not (past is not None and kinds.width):
             return self._prefill(ids, lengths, kinds, past, begin)
-        # Rows are not padded: states include all of a row's tokens, and a window's cache after a past keeps
-        # the last ones of the longest row.
+        # One length at a time: padding would enter a state, and push tokens out of a window's cache.
         logits: list[Tensor] = []
         states: list[RowState] = []
         order: list[int] = []
@@ -728,10 +723,7 @@ def _backbone(model: PreTrainedModel) -> Any:
 
 
 def head_logits(model: PreTrainedModel, output: Any, hidden: Tensor) -> Tensor:
-    """Logits (B, n, V) of some states (B, n, C) in `output`.
-
-    The model's own forward pass keeps scales and caps.
-    """
+    """Logits (B, n, V) of some states (B, n, C) in `output`, with the model's own scales and caps."""
     part = type(output)(**{**output, "last_hidden_state": hidden})
     with redirected(_backbone(model), lambda *_, **__: part):
         result: Any = type(model).forward(model, use_cache=False)
@@ -753,8 +745,7 @@ def decoder_for(
 ) -> type[FusedDecoder | HubDecoder]:
     """Return the fastest kind of decoder that gives the model's own logits, up to rounding.
 
-    `own`: the model's logits, if already computed. The proof of a `frozen` model copies no weights. Raises
-    EngineError with the differences if every kind fails.
+    Copies no weights of a `frozen` model. Raises EngineError, with the differences, if every kind fails.
     """
     kinds = (FusedDecoder, HubDecoder) if can_be_fused(model) else (HubDecoder,)
     own = own or own_logits(model)
@@ -795,7 +786,7 @@ def text_config_of(model: PreTrainedModel) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OwnLogits:
-    """A model's logits for sequences that branch at two depths, with narrowed windows, and the tolerance."""
+    """Logits for sequences that branch at two depths, with narrowed windows, and the tolerance."""
 
     ids: Tensor
     """(4, 12) random ids; all share the first 4, the first two share 8."""
@@ -805,7 +796,7 @@ class OwnLogits:
 
     limit: float
     windows: bool = True
-    """Whether all windows could be narrowed, so that short texts show them."""
+    """Whether all windows could be narrowed to show in short texts."""
 
 
 @torch.no_grad()
@@ -867,8 +858,8 @@ def decoder_gap(own: OwnLogits, decoder: Decoder) -> float:
 
 
 def distance(expected: Tensor, found: Tensor) -> float:
-    """Root mean square difference in nats of log probabilities. Weighting by probability ignores outliers in
-    large vocabularies. NaN counts as infinite.
+    """Root mean square difference of log probabilities in nats, weighted by probability because large
+    vocabularies have outliers. NaN counts as infinite.
     """
     one, other = (each.flatten(0, -2).cpu().double().log_softmax(-1) for each in (expected, found))
     weights = (one.exp() + other.exp()) / 2

@@ -1,8 +1,7 @@
 """Training on several devices: one process (rank) each, and all take the same optimizer steps.
 
-Rank 0 samples, reads and writes files, and sends data to the others, which `follow`. All ranks call the same
-`RankTrainer` methods in order, with equal numbers of microbatches, so that collective operations match. A
-follower waits on its connection, because a collective operation would time out. The end of one rank ends all.
+All ranks call the same `RankTrainer` methods in order, with equal numbers of microbatches, so that collective
+operations match. A follower waits on its connection, because a collective operation would time out.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from tinkerscript.errors import EngineError
 Named = tuple[str, Mapping[str, float | str] | None]
 
 Skeleton = dict[int, dict[str, float | None]]
-"""Index of a parameter -> its optimizer state; None for tensors."""
+"""Parameter's index -> its optimizer state; None for tensors."""
 
 BUCKET_ELEMENTS = 2**25
 
@@ -82,7 +81,7 @@ def portions(
 ) -> list[Portion]:
     """Split data into portions with about equal tokens and equal numbers of microbatches.
 
-    `rows` makes rows for a token budget. More are made only if the largest portion becomes a tenth smaller.
+    Rows are cut if that makes the largest portion a tenth smaller.
     """
     whole = rows(budget)
     shares = balanced(whole, ranks)
@@ -125,7 +124,7 @@ NO_LOSS = ConfiguredLoss("none", lambda logprobs, _inputs, _settings: logprobs *
 
 class ShardedWeights(Weights):
     def __init__(self, local: Weights, device: str, ranks: Ranks | None, whole: Weights | None) -> None:
-        """Shard `local`. On rank 0, `whole` keeps all weights, to sample and write."""
+        """On rank 0, `whole` keeps all weights, to sample and write."""
         self._local, self._ranks, self._whole = local, ranks, whole
         mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
         model: Any = local.model
@@ -352,7 +351,6 @@ class LeadingTrainer(RankTrainer):
 
 
 def load_weights(spec: RankSpec) -> Weights:
-    """Sharded weights move to the device later (`fully_shard`)."""
     device = "cpu" if spec.sharding == "shard" else spec.own_device
     model = load_model(spec.folder, device=device, dtype=spec.dtype, quantization=spec.quantization)
     own = own_logits(model)
@@ -371,7 +369,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _part(full: Tensor | None, like: Tensor) -> Tensor:
-    """Return this rank's part of rank 0's tensor: all, or a shard like `like`. All ranks must call this."""
+    """Return this rank's part of rank 0's tensor. All ranks must call this."""
     if full is None:
         given = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     else:

@@ -1,4 +1,4 @@
-"""`EmbeddedEngine`: samples and trains one base model, and copies of it, on one thread of this process."""
+"""`EmbeddedEngine`: samples and trains a base model and copies of it, on one thread of this process."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ class EmbeddedEngine:
             sampling = training.save_weights_and_get_sampling_client().result()
             response = sampling.sample(prompt, 4, tinker.SamplingParams(max_tokens=64)).result()
 
-    `data` is a list of `tinker.Datum`: `model_input` ids [T], and `loss_fn_inputs` such as `target_tokens`
-    int64 [T], `logprobs` and `advantages` float32 [T]. A sampling client has its own copy of the weights, so
-    it samples from one policy version.
+    `EmbeddedTrainingClient` describes `data`. A sampling client keeps the weights that it began with.
     """
 
     def __init__(
@@ -84,25 +82,15 @@ class EmbeddedEngine:
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
-        Close the engine, or use it as a context manager. Raises EngineError for a model that cannot be loaded
-        or decoded exactly, and ConfigError for an unknown name or too many devices.
+        docs/config.md#engine describes the other arguments. Raises EngineError for a model that cannot be
+        loaded or decoded exactly, and ConfigError for an unknown name or too many devices.
 
         Args:
-            folder: A string can also be `tiny`, which ships with the package, or a Hugging Face id.
+            folder: A path, `tiny`, or a Hugging Face id.
             checkpoint_dir: Where `save_state` writes.
             seed: For requests without a seed.
-            threads: torch's threads, for the whole process.
-            max_batch: Maximum number of sequences that decode together.
-            cache_tokens: Tokens with keys and values in memory. 0: as many as fit into free memory.
-            dtype: Of matrix products: float32, bfloat16, or auto. Weights that train are float32.
-            notes: Text files, by name, that `save_state` adds to a checkpoint.
-            lora: Train an adapter over the model, which is frozen in `dtype`. None: train all weights.
-            quantization: Store the frozen base's linear modules in 8 bits (`int8`) or 4 (`nf4`).
-            activation_checkpointing: Recompute activations in the backward pass instead of storing them.
-            devices: Number of devices to train on, with one process each.
-            sharding: `replicate`: every device has all weights. `shard`: each has a part, and the first one
-                also has all weights, to sample.
-            routing_replay: Replay a mixture's sampled choices of experts in training.
+            notes: Text files, by name, that `save_state` adds.
+            lora: Train an adapter over the model. None: train all weights.
             log_dir: Where the other devices' processes log.
         """
         torch.set_num_threads(threads)
@@ -147,7 +135,6 @@ class EmbeddedEngine:
             self._model = load_model(folder, device=device, dtype=loaded_dtype, quantization=quantization)
             own = own_logits(self._model)
             self.shares_prefixes: bool = shares_prefixes(self._model, own)
-            """Whether training computes a shared prefix once, or gives each sequence a row."""
 
             self._in_segments = self.shares_prefixes and attend_in_segments(self._model, own)
             self._checkpoints = activation_checkpointing
@@ -265,8 +252,8 @@ class EmbeddedEngine:
     ) -> APIFuture[EmbeddedTrainingClient]:
         """Return a client with separate weights: a copy of the base model's, or a checkpoint's.
 
-        With LoRA it trains adapters over the shared base, new ones with `lora` (None: the engine's settings).
-        `optimizer`: also load the optimizer state. Raises EngineError for another model's checkpoint.
+        With LoRA it trains an adapter over the shared base, a new one with `lora` (None: the engine's
+        settings). Raises EngineError for another model's checkpoint.
         """
 
         def job() -> EmbeddedTrainingClient:
@@ -282,9 +269,9 @@ class EmbeddedEngine:
         return self.context.run(lambda: freeze(self.context, lambda: self._decoder_of(folder)))
 
     def open_frozen(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Load a model, perhaps with a LoRA `adapter`, that never trains.
+        """Load a model, perhaps with a LoRA `adapter`, that never trains. Raises EngineError.
 
-        The engine's frozen base is not loaded again. Blocks the caller, not the engine. Raises EngineError.
+        Blocks the caller, but not the engine, and shares the engine's frozen base.
         """
         return self.context.thread.call(self._frozen_models).result().open(folder, adapter)
 
@@ -301,7 +288,6 @@ class EmbeddedEngine:
         return self._frozen
 
     def write_weights(self, folder: Path) -> APIFuture[None]:
-        """Write the trained weights (adapter or all) in the engine's dtype."""
         return self.context.run(lambda: self._trainer.weights.write(folder, self.dtype))
 
     def free_memory(self) -> APIFuture[None]:
@@ -310,7 +296,7 @@ class EmbeddedEngine:
     def write_canaries(self, folder: Path) -> APIFuture[list[Path]]:
         """Write weights that show whether a sampler applies adapters to all kinds of modules.
 
-        `none` changes nothing; other folders change a lot in the kind that they name, such as `q_proj`.
+        `none` changes nothing; other folders greatly change the kind that they name, such as `q_proj`.
         """
 
         def job() -> list[Path]:
@@ -368,7 +354,6 @@ class EmbeddedEngine:
 def _lora_base(
     model: Any, folder: Path, kind: Callable[..., Decoder], settings: LoraSettings | None, adapter: Path
 ) -> LoraBase:
-    """Raises EngineError unless it decodes exactly with adapters."""
     from tinkerscript.engine.lora import LoraBase, settings_of  # Importing PEFT takes half a second.
 
     base = LoraBase(model, folder, kind)

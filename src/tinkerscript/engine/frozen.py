@@ -1,6 +1,6 @@
 """`FrozenModels`: models that never train. They sample and score.
 
-Invariant: models over one base hold its weights once, including the run's own frozen base.
+Invariant: models over one base hold it once, even if it is the run's own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FrozenWeights:
     def __init__(
         self, base: FrozenBase, context: EngineContext, sampling: EmbeddedSamplingClient, trainer: Trainer
     ) -> None:
-        self._base = base  # `FrozenModels` forgets a base without users.
+        self._base = base  # Keeps it alive in `FrozenModels`.
         self.context = context
         self.sampling = sampling
         self._trainer = trainer
@@ -61,8 +61,8 @@ class FrozenWeights:
     ) -> Future[list[NDArray[np.float32]]]:
         """Each token's logprob given all before it: int32 [T] in, float32 [T] out, 0 at position 0.
 
-        `temperatures`, float32 [T] each, divide the logits (None: 1). Sampling runs between microbatches.
-        Raises EngineRequestError for a sequence that is too long or has unknown ids.
+        `temperatures`, float32 [T] each, divide the logits. Raises EngineRequestError for a sequence that is
+        too long or has unknown ids.
         """
         given = temperatures or [np.ones(len(ids), np.float32) for ids in sequences]
         return self.context.thread.call_in_slices(lambda: self._scoring(sequences, given))
@@ -131,7 +131,7 @@ class FrozenModels:
         self._loading = threading.Lock()
 
     def open(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Load on the caller's thread, while the engine keeps running. Raises EngineError."""
+        """Loads on the caller's thread. Raises EngineError."""
         with self._loading:
             key = folder.resolve()
             base = self._bases.get(key)

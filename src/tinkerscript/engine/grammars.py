@@ -1,7 +1,7 @@
 """`Grammars`: which tokens a grammar allows next, computed by llguidance.
 
-Added tokens (such as `<tool_call>` or ends of turns) match only by id, so a constrained string cannot smuggle
-one in. The dialect is llguidance's Lark: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+Added tokens (such as `<tool_call>`) match only by id, so a constrained string cannot smuggle one in. The
+dialect is llguidance's Lark: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Matcher:
         self._vocabulary = vocabulary
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """bool [V]. Raises GrammarError if no id may come next."""
+        """bool [V]. Raises GrammarError if nothing is allowed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         allowed = np.unpackbits(bits, count=self._vocabulary, bitorder="little").astype(np.bool_)
         if not allowed.any():
@@ -45,10 +45,7 @@ class Matcher:
         return allowed
 
     def take(self, token: int) -> None:
-        """Raises GrammarError for a forbidden token.
-
-        The mask may have allowed it: a marker, where the grammar wants its spelling as text.
-        """
+        """Raises GrammarError for a forbidden token: a mask allows markers that the grammar wants as text."""
         if not self._matcher.consume_token(token):
             raise self._dead_end(f"it expects a text that only the token {token} spells")
 
@@ -69,7 +66,7 @@ class Grammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
     def matcher(self, grammar: str) -> Matcher:
-        """Raises GrammarError if `grammar` does not compile. This may take a second, but releases the GIL."""
+        """Takes up to a second, without the GIL. Raises GrammarError if `grammar` does not compile."""
         with self._lock:
             compiled = self._compiled.get(grammar) or self._compile(grammar)
             self._compiled[grammar] = compiled

@@ -1,8 +1,7 @@
 """Images as token ids: every position of an image gets an id below zero that no other position has.
 
-In a prompt, all images have the same placeholder. Unique ids let the prefix cache and the packing of training
-rows tell them apart. The embedding layer looks them up in the features from the frozen vision tower and
-projector, which sampler and trainer share.
+The prefix cache and the packing of training rows can then tell images apart. The embedding layer looks up
+their features, from the frozen vision tower and projector.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from tinkerscript.errors import EngineError, EngineRequestError
 from tinkerscript.model_folder import IMAGE_MODEL_TYPES
 
 FEATURE_BYTES = 2**28
-"""Features to keep for later requests, apart from images in use."""
+"""Features kept for later requests, besides images in use."""
 
 _SPAN = 2**20
 """More than an image's tokens."""
@@ -44,7 +43,7 @@ Placed = tuple[int, bytes]
 
 
 class ImageFeatures:
-    """The language model's inputs for one image. Hold it as long as its ids are in use."""
+    """Hold it as long as its ids are in use."""
 
     def __init__(self, features: Tensor) -> None:
         self.features = features
@@ -76,7 +75,7 @@ def with_images(datum: tinker.Datum, images: tuple[Placed, ...]) -> tinker.Datum
 
 
 class ImageReader:
-    """Turns the images of one model's prompts into ids. Belongs to the engine's thread."""
+    """Belongs to the engine's thread."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, *, devices: int = 1) -> None:
         self._model: Any = model
@@ -102,7 +101,7 @@ class ImageReader:
     def read(self, ids: Sequence[int], images: Sequence[Placed]) -> tuple[list[int], list[ImageFeatures]]:
         """Replace the placeholders of `images` in `ids`. Hold the features while the new ids are in use.
 
-        Raises EngineRequestError if the engine takes no images, or the placeholders are elsewhere.
+        Raises EngineRequestError for images that the engine does not take, or misplaced placeholders.
         """
         if images and not takes_images(self._model):
             raise EngineRequestError(f"images: a {self._model.config.model_type} takes only text here")

@@ -1,10 +1,8 @@
 """`KVCache`: what a model's layers keep of the rows being decoded, within a `CacheBudget`.
 
-An attention layer keeps keys and values; with a window, the last ones in a ring, position p in place p modulo
-the window. A recurrent layer keeps one state. Rows of similar length share dense storage (`RowGroup`), so a
-step reads views instead of copying the cache.
-
-The live rows of a group are [0, n). Running out of memory loses nothing.
+A layer keeps keys and values (with a window the last ones, position p in place p modulo the window) or one
+recurrent state. Rows of similar length share dense storage (`RowGroup`), so a step reads views instead of
+copying the cache. The live rows of a group are [0, n). Running out of memory loses nothing.
 """
 
 from __future__ import annotations
@@ -104,7 +102,7 @@ class CacheBudget:
     def __init__(self, total: float = math.inf) -> None:
         self.total = total
         self.clock = itertools.count()
-        # Weak, so that an old version's caches are forgotten with it.
+        # Weak, so that an old version's caches go with it.
         self.holders: WeakSet[HoldsBytes] = WeakSet()
         self.stores: WeakSet[Evicts] = WeakSet()
 
@@ -151,19 +149,19 @@ class RowGroup(Generic[Row]):
     lengths: list[int] = field(default_factory=list[int])
     room_for_rows: int = 0
     room_for_tokens: int = 0
-    """Fits into every layer; some have more after memory ran out."""
+    """Fits into every layer."""
 
     bytes: int = 0
     storage: int = 0
-    """A new number, unique in the process, whenever the tensors change."""
+    """Unique in the process; changes with the tensors."""
 
     @property
     def longest(self) -> int:
         return max(self.lengths, default=0)
 
     def shape(self, rows: int, length: int) -> tuple[int, int]:
-        """Storage for `rows` rows of `length` tokens: unchanged if they fit, otherwise just enough, or half
-        as many rows again if rows join one by one.
+        """Storage for `rows` rows of `length` tokens: unchanged if they fit, else just enough, or half as
+        many rows again if rows join one by one.
         """
         if rows <= self.room_for_rows and length <= self.room_for_tokens:
             return self.room_for_rows, self.room_for_tokens
@@ -206,7 +204,6 @@ class RowGroup(Generic[Row]):
         return new
 
     def add(self, rows: Sequence[Row], state: RowState, length: int) -> None:
-        """There must be room for the rows."""
         first, end = len(self.rows), len(self.rows) + len(rows)
         for layer, of_layer in zip(self.layers, state, strict=True):
             for stored, new in ((layer.keys, of_layer.keys), (layer.values, of_layer.values)):
@@ -214,7 +211,7 @@ class RowGroup(Generic[Row]):
                     continue
                 if new.shape[1] == length == layer.places(length):
                     stored[first:end, :, :length] = new
-                else:  # A prefill may give a ring one token less: the next one takes its place.
+                else:  # A prefill's ring may lack a token: the next one takes its place.
                     known = min(new.shape[1], layer.places(length))
                     ring = torch.arange(length - known, length, device=new.device) % layer.places(length)
                     stored[first:end, :, ring] = new[:, -known:]
@@ -285,7 +282,7 @@ class KVCache(Generic[Row]):
         self.groups = []
 
     def fit(self, lengths: Sequence[int], like: RowState) -> int:
-        """Return how many of the first rows fit with their next tokens."""
+        """Return how many of the first rows fit, with their next tokens."""
         self._know(like)
         for count in range(len(lengths), 0, -1):
             joining = self._joining(lengths[:count])
@@ -325,7 +322,7 @@ class KVCache(Generic[Row]):
         return rows * self.row_bytes(length) - group.bytes
 
     def grow(self) -> bool:
-        """Make room for every row's next token. False: over budget, some rows must go."""
+        """Make room for every row's next token. False: some rows must go."""
         return all(
             self._grow(group)
             for group in list(self.groups)
@@ -371,12 +368,11 @@ class KVCache(Generic[Row]):
             self.groups.remove(group)
 
     def state(self, row: Row, begin: int = 0) -> RowState:
-        """Copy a row's state, from position `begin` on where it can be cut."""
         group, index = self._place(row)
         return group.state(index, begin)
 
     def last_layer(self, row: Row, begin: int) -> Tensor | None:
-        """View the keys of a row's last layer from `begin` on. None: the row is not here."""
+        """The keys of a row's last layer from `begin` on; None if the row is not here."""
         if row not in self.rows:
             return None
         group, index = self._place(row)

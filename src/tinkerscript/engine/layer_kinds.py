@@ -1,6 +1,6 @@
 """`LayerKinds`: what each layer of a model looks back on: the whole text, a window, a chunk, or a state.
 
-Windows are used only once proved. Proofs use short texts, so `narrowed_windows` narrows the windows first.
+Windows are used only once proved, on short texts, for which `narrowed_windows` narrows them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class LayerKinds:
         return not RECURRENT.isdisjoint(self.kinds)
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a layer needs at most; None: all."""
         return self.width if layer < len(self.kinds) and self.kinds[layer] == SLIDING else None
 
     def masks(self, of_kind: Callable[[str], Tensor]) -> Tensor | dict[str, Tensor]:
@@ -57,9 +56,7 @@ class LayerKinds:
         return {kind: of_kind(kind) for kind in kinds}
 
     def hides(self, kind: str, distances: Tensor, queries: Tensor) -> Tensor | None:
-        """Whether a layer of `kind` does not look back `distances` tokens from the positions `queries`. None:
-        it sees everything.
-        """
+        """Whether a layer of `kind` cannot see `distances` tokens back from `queries`. None: it sees all."""
         if kind == SLIDING:
             return distances >= self.width
         if kind == CHUNKED:

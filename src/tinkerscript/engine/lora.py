@@ -1,8 +1,7 @@
 """LoRA: one frozen base model, and adapters over it, each the weights of one run.
 
 PEFT's module tree trains, and checkpoints have its files and names. An adapter is float32, and adds `alpha /
-rank` times B A x to a product. A run's adapter is activated in the tree before anything is computed. Decoders
-copy A and B.
+rank` times B A x to a product. It is activated in the tree before anything is computed.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 CANARY_SHARE = 0.3
-"""A canary's change of a module, relative to the norm of its weights."""
+"""Norm of a canary's change of a module, relative to the module's weights."""
 
 EXPERTS = "experts"
-"""Target for experts' weights, which are not linear modules. Part of `mlp`."""
+"""Target for experts' weights, which are not linear modules; part of `mlp`."""
 
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "feed_forward")
@@ -79,7 +78,6 @@ class LoraBase:
         return adapter
 
     def decoder_of(self, folder: Path) -> Decoder:
-        """Raises EngineError for another model's adapter."""
         settings = settings_of(folder)
         tensors = self.checked(folder, load_adapter(folder), settings)
         return self.frozen(tensors, settings)
@@ -125,7 +123,7 @@ class LoraBase:
         )
         self.decoder.forget()
         with _seeded(settings.seed, self.model.device), warnings.catch_warnings():
-            # PEFT warns about tied embeddings, which an adapter on the head leaves alone and `merged` unties.
+            # PEFT warns about tied embeddings, which `merged` unties.
             warnings.simplefilter("ignore")
             if self._peft is None:
                 self._peft = get_peft_model(self.model, config, adapter_name=name)  # pyright: ignore
@@ -138,7 +136,7 @@ class LoraBase:
             self.decoder.forget()
             assert self._peft is not None
             with warnings.catch_warnings():
-                # PEFT warns that another adapter becomes active, which `activate` decides.
+                # PEFT warns that another adapter becomes active.
                 warnings.simplefilter("ignore")
                 self._peft.delete_adapter(self._unused.popleft())
 
@@ -150,7 +148,6 @@ class LoraBase:
     def checked(
         self, folder: Path, modules: dict[str, tuple[Tensor, Tensor]], settings: LoraSettings
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Move `modules` to the model's device. Raises EngineError for wrong shapes."""
         for name, expected in self._shapes(settings).items():
             if name not in modules or tuple(tuple(each.shape) for each in modules[name]) != expected:
                 raise EngineError(f"the adapter {folder} belongs to another model: {name} does not fit")
@@ -164,7 +161,7 @@ class LoraBase:
             width, features = linear_shape(getattr(layer, "base_layer", layer))
             shapes[name] = (rank, features), (width, rank)
         if target_parameters(self.model, settings.targets):
-            self._slot(settings)  # PEFT's tree has the paths, because experts nest within one module.
+            self._slot(settings)  # Experts nest within one module, so only PEFT's tree has the paths.
             for name, module in self.model.named_modules():
                 if isinstance(module, ParamWrapper):
                     experts: Any = module
@@ -174,7 +171,7 @@ class LoraBase:
 
 
 class Adapter(Weights):
-    """The base drops its tensors some time after it is garbage-collected."""
+    """The base drops its tensors some time after garbage collection."""
 
     def __init__(self, base: LoraBase, name: str, settings: LoraSettings) -> None:
         self.base, self.model = base, base.model
@@ -378,7 +375,6 @@ def _with_experts(
     settings: LoraSettings,
     names: list[str],
 ) -> PreTrainedModel:
-    """Raises EngineError if the adapter does not fit."""
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyright: ignore[reportArgumentType]

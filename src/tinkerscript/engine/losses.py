@@ -1,7 +1,7 @@
 """The losses of training (`LOSSES`), and the logprobs that they take (`target_logprobs`).
 
-A loss is a sum over tokens, as in Tinker, so gradients do not depend on microbatches. Invariant: logits exist
-only in chunks.
+docs/training.md#losses has the formulas, docs/recipes.md the papers. A loss is a sum over tokens, as in
+Tinker, so gradients do not depend on microbatches. Invariant: logits exist only in chunks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TokenLosses = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tens
 """(logprobs, inputs, settings) -> losses, unreduced.
 
 All tensors are (B, T), or have one axis for a microbatch's tokens. `logprobs` are the model's for the
-targets, float32, at their sampling temperatures. `inputs`: the datums' `loss_fn_inputs` by name, plus `MASK`
-and `SEQUENCE`.
+targets, float32, at their sampling temperatures. `inputs`: the datums' `loss_fn_inputs`, plus `MASK` and
+`SEQUENCE`.
 """
 
 MASK = "mask"
@@ -43,7 +43,7 @@ TEMPERATURES = "temperatures"
 """float32: divides each token's logits before losses get logprobs. By default 1."""
 
 ENTROPY = "entropy"
-"""For losses with `needs_entropy`: the sampling distribution's, in nats, with gradient."""
+"""float32: the policy's entropy in nats, with gradient, for losses with `needs_entropy`."""
 
 SCALE = "scale"
 """float32: factor of terms without an advantage: 1 over the advantages' divisor (`training.loss_mean`), 0
@@ -57,22 +57,18 @@ SAMPLER = "sampler_logprobs"
 """float32: the sampler's, for datums with other `logprobs`."""
 
 COVARIANT = "covariant"
-"""1 for tokens with an outstanding covariance of advantage and logprob in the whole batch
-(`train.token_advantages.covariant_tokens`), else 0.
-"""
+"""1 for tokens of `train.token_advantages.covariant_tokens`, else 0."""
 
 CANDIDATES, TEACHER = "candidates", "teacher_logprobs"
 """int64 and float32 [T, K]: a teacher's K most probable tokens at each position, and their logprobs. They add
-KL(policy, teacher) over these tokens, with the remainder as one more, times `SCALE`.
+`divergence_of_candidates` times `SCALE`.
 """
 
 CANDIDATE_LOGPROBS = "candidate_logprobs"
 """float32 [T, K]: the model's logprobs of `CANDIDATES`, with gradient."""
 
 CHOSEN_EXPERTS = "experts"
-"""Not for losses. int64 [T, n]: the bytes of the experts to choose at each token (`Routing.packed`), 8 in a
-number.
-"""
+"""Not for losses. int64 [T, n]: the bytes of the experts to choose (`Routing.packed`), 8 in a number."""
 
 OPTIONAL_INPUTS = frozenset(
     {MASK, TEMPERATURES, SCALE, START, SAMPLER, COVARIANT, CHOSEN_EXPERTS, CANDIDATES, TEACHER}
@@ -94,28 +90,18 @@ MAX_LOG_RATIO = 20.0
 
 
 TERMS: Mapping[str, float] = {**dict.fromkeys(KL_LOSSES, 0.0), "entropy": 0.0, "off_policy_mask": 0.0}
-"""Settings of every policy loss; 0: off.
-
-`kl_k1`, `kl_k2`, `kl_k3`, `kl_unbiased`: weights of estimates of KL(policy, start). With d = log p(policy) -
-log p(start), these are d, d^2 / 2, exp(-d) - 1 + d (Schulman 2020, "Approximating KL Divergence"), and the
-third times the loss's probability ratio, which has the divergence's gradient (DeepSeek-V3.2 2025,
-arXiv:2512.02556). `entropy`: weight of the entropy, which is subtracted. `off_policy_mask`: tokens with a
-negative advantage carry no loss if the mean of log p(sampler) - log p(policy) over their sequence exceeds
-this (also DeepSeek-V3.2).
-"""
+"""Settings of every policy loss (docs/training.md#losses); 0: off."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
-    """(logprobs, inputs) -> losses, with settings."""
-
     name: str
     tokens: TokenLosses
     settings: Mapping[str, float]
     needs_entropy: bool = False
 
     def __call__(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Raises EngineError for a reduced loss, because microbatches would not add up."""
+        """Raises EngineError for a reduced loss: microbatches would not add up."""
         inputs = {SCALE: inputs[MASK].to(logprobs.dtype), **inputs}
         losses = self.tokens(logprobs, inputs, self.settings)
         if losses.shape != logprobs.shape:
@@ -175,7 +161,6 @@ def _numbers(name: str, config: Mapping[str, float | str], *, known: Mapping[str
 
 
 def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-logprob * weight."""
     del settings
     return -logprobs * inputs["weights"]
 
@@ -183,28 +168,27 @@ def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapp
 def importance_sampling(
     logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
 ) -> Tensor:
-    """-ratio * advantage."""
     del settings
     return -_ratio(logprobs, inputs) * inputs["advantages"]
 
 
 def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-min(ratio * advantage, clip(ratio) * advantage); Schulman et al. 2017."""
+    """Schulman et al. 2017."""
     ratio, advantages = _ratio(logprobs, inputs), inputs["advantages"]
     return -torch.minimum(ratio * advantages, _clip(ratio, settings) * advantages)
 
 
 def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-stop_gradient(clip(ratio)) * advantage * logprob; MiniMax-M1, 2025."""
+    """MiniMax-M1, 2025."""
     clipped = _clip(_ratio(logprobs, inputs), settings)
     return -clipped.detach() * inputs["advantages"] * logprobs
 
 
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-min(s_t * advantage, clip(s_t) * advantage) / n; GSPO-token of Zheng et al. 2025, arXiv:2507.18071.
+    """GSPO-token of Zheng et al. 2025, arXiv:2507.18071, divided by the sequence's number of trained tokens.
 
-    s is the geometric mean of the ratios of a sequence's n trained tokens. s_t has its value and the token's
-    gradient, so that tokens can have different advantages.
+    A token's ratio has the value of its sequence's and a gradient of its own, so tokens can have different
+    advantages.
     """
     advantages = inputs["advantages"]
     means, counts = _sequence_means(logprobs.detach() - inputs["logprobs"], inputs)
@@ -214,21 +198,19 @@ def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, 
 
 
 def ppo_dual_clip(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """`ppo`, but at most -dual_clip * advantage if that is negative; Ye et al. 2020, arXiv:1912.09729."""
+    """Ye et al. 2020, arXiv:1912.09729."""
     losses, advantages = ppo(logprobs, inputs, settings), inputs["advantages"]
     return torch.where(advantages < 0, torch.minimum(losses, -settings["dual_clip"] * advantages), losses)
 
 
 def dppo_tv(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-ratio * advantage, or 0 if the token's probability has moved by more than delta in the advantage's
-    direction; Qi et al. 2026, arXiv:2602.04879, Binary-TV.
-    """
+    """Qi et al. 2026, arXiv:2602.04879, Binary-TV."""
     moved = logprobs.detach().exp() - inputs["logprobs"].exp()
     return _within(moved.abs(), moved, logprobs, inputs, settings)
 
 
 def dppo_kl(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """`dppo_tv` with the KL divergence of the token's Bernoulli distributions; Binary-KL."""
+    """Qi et al. 2026, Binary-KL, of the token's Bernoulli distributions."""
     new, old = logprobs.detach().exp(), inputs["logprobs"].exp()
     others = ((1 - old + TINY) / (1 - new + TINY)).log()
     divergence = old * (inputs["logprobs"] - logprobs.detach()) + (1 - old) * others
@@ -249,28 +231,25 @@ def _within(
 
 
 def sapo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-4 / tau * sigmoid(tau * (ratio - 1)) * advantage, a soft clip; Gao et al. 2025, arXiv:2511.20347."""
+    """A soft clip; Gao et al. 2025, arXiv:2511.20347."""
     advantages = inputs["advantages"]
     tau = torch.where(advantages > 0, settings["tau_pos"], settings["tau_neg"])
     return -4 / tau * torch.sigmoid(tau * (_ratio(logprobs, inputs) - 1)) * advantages
 
 
 def clip_cov(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """`ppo` without the covariant tokens; Cui et al. 2025, arXiv:2505.22617."""
+    """Cui et al. 2025, arXiv:2505.22617."""
     return torch.where(inputs[COVARIANT] > 0, 0.0, ppo(logprobs, inputs, settings))
 
 
 def kl_cov(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-ratio * advantage, plus kl * |log ratio| at the covariant tokens; Cui et al. 2025."""
+    """Cui et al. 2025, arXiv:2505.22617."""
     moved = torch.where(inputs[COVARIANT] > 0, logprobs - inputs["logprobs"], 0.0).abs()
     return importance_sampling(logprobs, inputs, settings) + settings["kl"] * moved * inputs[SCALE]
 
 
 def dro(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    """-(logprob * advantage - beta / 2 * (logprob - sampler's)^2); Richemond et al. 2024, arXiv:2405.19107.
-
-    The advantage is meant to be soft: r - beta * log E exp(r / beta).
-    """
+    """Richemond et al. 2024, arXiv:2405.19107. Meant for soft advantages: r - beta * log E exp(r / beta)."""
     gaps = torch.where(inputs[MASK], logprobs - inputs["logprobs"], 0.0)
     return settings["beta"] / 2 * gaps.square() * inputs[SCALE] - logprobs * inputs["advantages"]
 
@@ -296,9 +275,7 @@ def _with_terms(
 
 
 def divergence_of_candidates(policy: Tensor, teacher: Tensor) -> Tensor:
-    """KL(policy, teacher) in nats (T,), from logprobs (T, K) of the same tokens, with the remainders as one
-    more. It bounds the whole divergence from below.
-    """
+    """KL(policy, teacher) in nats (T,), from logprobs (T, K) of the same tokens; the rest is one token."""
     rests = [(1 - each.exp().sum(-1, keepdim=True)).clamp(min=TINY).log() for each in (policy, teacher)]
     p, t = (torch.cat([each, rest], -1) for each, rest in zip((policy, teacher), rests, strict=True))
     return (p.exp() * (p - t)).sum(-1)
@@ -354,7 +331,7 @@ LOSSES: Mapping[str, Loss] = {
     ),
     "kl_cov": Loss(kl_cov, inputs=POLICY_INPUTS | {COVARIANT}, settings={"kl": 1.0, "cov_share": 2e-4}),
 }
-"""Tinker's names mean the same, except that `gspo` is divided by n."""
+"""Tinker's names mean the same, but its `gspo` is not divided."""
 
 
 def resolve_loss(name: str) -> Loss:
@@ -409,12 +386,11 @@ def target_logprobs(
 
     Args:
         inputs: For the model's forward pass, B rows of N tokens.
-        places: [S] among the B * N tokens; several targets may follow the same token.
+        places: [S] among the B * N tokens; several targets may follow one token.
         temperatures: [S], divide the logits.
-        rows: Tokens with logits in memory at once (None: `logits_rows`).
-        with_entropies: Return (2, S), with entropies in nats in the second row.
-        entropy_gradients: Give the entropies gradients.
-        top: Return (1 + 2 K, S), with the K highest logprobs and their ids in further rows.
+        rows: Tokens with logits in memory at once.
+        with_entropies: Return (2, S), with entropies in nats.
+        top: Return (1 + 2 K, S), with the K highest logprobs and their ids.
     """
     of_chunk: Any = _with_entropies if with_entropies else _TargetLogprobs.apply
     if entropy_gradients:
@@ -470,9 +446,7 @@ def _forward(
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """(logits / temperatures).log_softmax(-1)[places, targets]. Backward allocates one tensor like the
-    logits.
-    """
+    """Backward allocates one tensor like the logits."""
 
     @staticmethod
     def forward(
@@ -480,7 +454,7 @@ class _TargetLogprobs(torch.autograd.Function):
     ) -> Tensor:
         """Logits (n, V), temperatures (n,), places (s,) in [0, n), targets (s,) -> (s,), float32 or wider."""
         wide = _scaled(logits, temperatures)
-        normalizers = wide.logsumexp(-1)  # Once per token, however many sequences share it.
+        normalizers = wide.logsumexp(-1)  # Once per token, which sequences may share.
         ctx.save_for_backward(logits, temperatures, normalizers, places, targets)
         return wide[places, targets] - normalizers[places]
 
@@ -500,7 +474,7 @@ class _TargetLogprobs(torch.autograd.Function):
         return result.to(logits.dtype), None, None, None
 
 
-# So that a chunk's entropies take little memory next to its logits.
+# A chunk's entropies then take little memory next to its logits.
 BLOCKS = 8
 
 
@@ -531,7 +505,7 @@ class _LogprobsAndEntropies(torch.autograd.Function):
         parts = (each.chunk(BLOCKS) for each in (result, entropies[:, None], *both))
         for part, entropy, of_logprobs, of_entropies in zip(*parts, strict=True):
             probabilities = part.exp()
-            # d entropy / d logit = -p (log p + entropy). The clamp keeps log p finite.
+            # d entropy / d logit = -p (log p + entropy); the clamp keeps log p finite.
             part.clamp_(min=-1e4).add_(entropy).mul_(-of_entropies).sub_(of_logprobs).mul_(probabilities)
         result.index_put_((places, targets), gradient[0], accumulate=True)
         if temperatures is not None:

@@ -1,7 +1,6 @@
 """`peak_memory`: a formula for the peak memory of training and sampling, checked by `bench/memory.py`.
 
-The model only exists on torch's `meta` device. Outside the Llama family, activations and decoding are
-estimates.
+Outside the Llama family, activations and decoding are estimates.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Workload:
     length: int = 0
 
     choices: int = 0
-    """Bytes per token of recorded experts (`engine.routing_replay`)."""
+    """Bytes per token of recorded experts."""
 
     quantization: Quantization = "none"
     """For models that are not loaded yet."""
@@ -87,10 +86,9 @@ class Workload:
 def peak_memory(
     config: PreTrainedConfig, lora: LoraSettings | None, dtype: torch.dtype, work: Workload
 ) -> Memory:
-    """Peak memory on one device.
+    """Peak memory on one device. If `lora` is None, all weights train in float32, with products in `dtype`.
 
-    If `lora` is None, all weights train in float32, with products in `dtype`. Masks of short rows with
-    branches are not included. Raises EngineRequestError for missing targets.
+    Leaves out the masks of short rows with branches. Raises EngineRequestError for missing targets.
     """
     return _peak(_empty(config), lora, dtype, work)
 
@@ -124,7 +122,7 @@ def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workl
 
 def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
     """Return the number of parameters, and whether some are the head's."""
-    # It imports PEFT, which takes half a second.
+    # PEFT takes half a second to import.
     from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
 
     names = target_modules(model, lora.targets)
@@ -154,8 +152,7 @@ def cache_budget(
 ) -> int:
     """Bytes for keys and values, and for `choices` bytes per token, once `model` is loaded.
 
-    Leaves room for training, at most three quarters, because few microbatches are full; on a CPU half, for
-    other programs. Never more than all rows need at full context.
+    Training gets at most three quarters, because few microbatches are full (docs/engine.md#memory).
     """
     w = _Widths.of(model)
     most = max_rows * max_context * (w.token_bytes(dtype.itemsize) + choices)

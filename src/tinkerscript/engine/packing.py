@@ -1,8 +1,7 @@
 """Training rows: sequences with a common prefix share a row that computes every distinct prefix once.
 
-A row is a token tree: each token attends to itself and its ancestors, with its depth as position. Short rows
-attend through a mask, long ones segment by segment. `shares_prefixes` and `attend_in_segments` prove the
-logprobs for a model first.
+A row is a token tree: each token attends to itself and its ancestors. Short rows attend through a mask, long
+ones segment by segment. `shares_prefixes` and `attend_in_segments` prove the logprobs for a model first.
 
 Shapes: B rows of at most N tokens. S positions, one sequence after another.
 """
@@ -33,20 +32,20 @@ Bytes = NDArray[np.uint8]
 # Limit of rows with branches without segments: their mask takes 256 MiB in float32, and 1 GiB at 16,384.
 MAX_BRANCHING_TOKENS = 8192
 
-# Rows with branches up to this size always use a mask: one large product is faster than many small ones.
+# Up to this size one large product is faster than many small ones, so rows use a mask.
 MASKED_TOKENS = 1024
 
 SEGMENT_COST = 1.5
-"""Cost of a pair in a segment, relative to a row without branches (measured on a CPU)."""
+"""Cost of a pair in a segment, relative to one in a plain row (measured on a CPU)."""
 
-# On a CPU the kernel needs a mask, so only this many tokens attend to a prefix at once.
+# A CPU's kernel needs a mask, so only this many tokens attend to a prefix at once.
 QUERY_BLOCK = 512
 
 SEGMENTS = "tinkerscript_segments"
-"""Our attention in Hugging Face's registry. It is theirs unless `Packed.mask` has segments."""
+"""Our attention in Hugging Face's registry, used where `Packed.mask` has segments."""
 
 PADDING_TOKENS = 256
-"""Padding that costs as much as another pass of a small model."""
+"""Padding that costs as much as a pass of a small model."""
 
 PADDING_SHARE = 0.125
 
@@ -78,7 +77,7 @@ class TokenTree:
         return int(self.depths.sum()) + self.size
 
     def segments(self) -> Iterator[tuple[int, int, Ints]]:
-        """(begin, end, places of all earlier tokens) of the tokens that each sequence added."""
+        """(begin, end, places of all earlier tokens) of what each sequence added."""
         filled = 0
         for _, path in self.paths:
             if len(path) and path[-1] >= filled:
@@ -123,12 +122,12 @@ def token_trees(
 
     Rows with branches may take twice their longest sequence, but without `segments` at most
     `MAX_BRANCHING_TOKENS`. A sequence joins the tree before it, in the order of ids, if that is cheaper: a
-    masked tree computes all pairs of tokens, at `pair_cost` relative to a token's other operations.
-    `experts`: uint8 [T_i, bytes] each; tokens with other experts are not shared.
+    masked tree computes all pairs of tokens, at `pair_cost` relative to a token's other operations. Tokens
+    with other `experts`, uint8 [T_i, bytes] each, are not shared.
     """
     trees: list[TokenTree] = []
     before: Bytes | None = None
-    # Big-endian bytes sort like ids, prefixes first.
+    # Big-endian bytes sort like ids.
     keys = [ids.astype(">i8").view(np.uint8).reshape(-1, 8) for ids in sequences]
     if experts is not None:
         keys = [np.hstack(pair) for pair in zip(keys, experts, strict=True)]
@@ -146,7 +145,7 @@ def token_trees(
 def _joins(tree: TokenTree, length: int, shared: int, pair_cost: float, budget: int, segments: bool) -> bool:
     joined = tree.size + length - shared
     if tree.is_chain and tree.size == shared:
-        return True  # The sequence equals or continues the only other one.
+        return True  # It equals or continues the only other one.
     longest = max(int(tree.depths.max()) + 1, length)
     limit = max(budget, 2 * longest)
     if joined > tree.size and joined > (limit if segments else min(limit, MAX_BRANCHING_TOKENS)):
@@ -176,10 +175,7 @@ def common_prefix(one: Bytes, other: Bytes) -> int:
 
 
 def microbatches(trees: Sequence[TokenTree], budget: int, *, segments: bool = False) -> list[list[TokenTree]]:
-    """Batch rows of similar size, at most `budget` padded tokens each; rows with branches separately.
-
-    Masks have at most `MAX_BRANCHING_TOKENS` ** 2 entries.
-    """
+    """Batch rows of similar size, at most `budget` padded tokens each; rows with branches separately."""
     batches: list[list[TokenTree]] = []
     real = 0
     for tree in sorted(trees, key=lambda t: (t.is_chain, t.size)):
@@ -209,8 +205,8 @@ class Packed:
     mask: Tensor | dict[str, Tensor] | None
     """(B, 1, N, N) additive, or one per kind of layer; None without branches.
 
-    For long rows, segments: (1, 1, K, 5) int64 on the CPU: row, range of tokens, range attended to (causally
-    if it is the same).
+    Long rows have segments: (1, 1, K, 5) int64 on the CPU: row, range of tokens, range attended to (causally
+    if the same).
     """
 
     places: Ints
@@ -231,7 +227,7 @@ class Packed:
 
 
 def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool = False) -> Packed:
-    """`segments`: replace the mask in rows over `MASKED_TOKENS`."""
+    """`segments`: no mask for rows over `MASKED_TOKENS`."""
     device = model.device
     width = max(tree.size for tree in trees)
     ids = np.zeros((len(trees), width), np.int64)
@@ -261,7 +257,7 @@ def pack(trees: Sequence[TokenTree], model: PreTrainedModel, *, segments: bool =
 
 
 def _masks(trees: Sequence[TokenTree], width: int, model: PreTrainedModel) -> Tensor | dict[str, Tensor]:
-    """0 where a token attends, else -inf. Padding attends to itself, to avoid NaN."""
+    """Padding attends to itself, to avoid NaN."""
     visible = np.zeros((len(trees), width, width), np.bool_)
     visible[:, np.arange(width), np.arange(width)] = True
     depths = np.zeros((len(trees), width), np.int64)
@@ -297,7 +293,7 @@ _Segments = list[tuple[int, slice, list[slice]]]
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """Hugging Face's interface: (B, heads, N, D), (B, kv_heads, N, D) -> (B, N, heads, D)."""
+    """(B, heads, N, D), (B, kv_heads, N, D) -> (B, N, heads, D), as Hugging Face calls it."""
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     device = query.device.type
@@ -317,7 +313,7 @@ AttentionMaskInterface.register(SEGMENTS, sdpa_mask)
 
 
 class _SegmentAttention(torch.autograd.Function):
-    """Causal attention of each segment to its prefix and itself, recomputed in backward."""
+    """Attention of each segment to its prefix and itself, recomputed in backward."""
 
     @staticmethod
     def forward(
@@ -378,7 +374,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) ->
     if length < places and query.device.type == "cpu":
         mask = torch.ones(length, places, dtype=torch.bool).tril(places - length)
     elif length < places:
-        mask = causal_lower_right(length, places)  # GPU kernels need no materialized mask.
+        mask = causal_lower_right(length, places)  # GPU kernels materialize no mask.
     output = F.scaled_dot_product_attention(
         query.unflatten(0, (kv_heads, groups)),
         keys,
@@ -412,7 +408,7 @@ def shares_prefixes(model: PreTrainedModel, own: OwnLogits | None = None) -> boo
 def attend_in_segments(model: PreTrainedModel, own: OwnLogits | None = None) -> bool:
     """Make `model` attend by segments in long rows, if that equals plain rows.
 
-    Returns False, with nothing changed, for a custom attention (sinks, soft caps).
+    False for a custom attention (sinks, soft caps).
     """
     config: Any = model.config
     if config._attn_implementation != "sdpa":

@@ -1,10 +1,7 @@
 """`PrefixStore`: states of computed texts, for later requests with the same prefix.
 
-A store has one version of the weights and one adapter. A request continues from the longest stored prefix, to
-the id. With layers that have a window or a state, which keep only what follows the last token, only whole
-stored texts are continued.
-
-A node was used no later than its parent, so the least recently used one is a leaf.
+A store has one version of the weights and one adapter (docs/engine.md#shared-computation). A node was used no
+later than its parent, so the least recently used one is a leaf.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from tinkerscript.engine.kv_cache import CacheBudget, LayerState, RowState, cut,
 Ids = tuple[int, ...]
 
 WORTH_TOKENS = 64
-"""Shorter prefixes, unless a text ends there, are cheaper to compute again in a batch."""
+"""Shorter prefixes are cheaper to compute again in a batch, unless a text ends there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class PrefixStore:
         self._budget = budget
         self._root = _Node((), [], None, is_end=False)
         self._nodes: OrderedDict[_Node, None] = OrderedDict()
-        """Least recently used first; children before their parents."""
+        """Least recently used first, children before their parents."""
 
         self._can_be_cut = True
         budget.holders.add(self)
@@ -80,7 +77,7 @@ class PrefixStore:
         return self._usable(ids)[1]
 
     def longest(self, ids: Ids) -> tuple[int, RowState | None]:
-        """Return the length and state of the prefix to continue from, or (0, None)."""
+        """The length and state of the prefix to continue from, or (0, None)."""
         path, length = self._usable(ids)
         if not path:
             return 0, None
@@ -92,7 +89,7 @@ class PrefixStore:
 
     def keep(self, ids: Ids, read: Callable[[int], RowState], logits: Tensor | None = None) -> None:
         """`read` copies the text's state from a position on."""
-        with suppress(RuntimeError):  # Without memory, it is computed again later.
+        with suppress(RuntimeError):  # Out of memory: it is computed again later.
             self._keep(ids, read, logits)
 
     def _keep(self, ids: Ids, read: Callable[[int], RowState], logits: Tensor | None) -> None:
@@ -120,7 +117,7 @@ class PrefixStore:
         self._touch(path)
 
     def _walk(self, ids: Ids) -> tuple[list[_Node], int]:
-        """Nodes along `ids`, and the number of ids in common, which may end within the last node."""
+        """Nodes along `ids`, and the length in common, which may end within the last node."""
         path: list[_Node] = []
         node, found = self._root, 0
         while found < len(ids) and (child := node.children.get(ids[found])) is not None:

@@ -1,8 +1,7 @@
 """`Ranks`: rank 0's connections to the other ranks of an engine on several devices, and their processes.
 
 Rank 0 starts them unless a launcher such as torchrun did. They connect through a Unix socket in a private
-folder, or after a launcher through TCP, with a secret from torch's store. If one rank ends, all end within
-seconds.
+folder, or after a launcher through TCP, with a secret from torch's store.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from tinkerscript.lifecycle import ORPHAN_GRACE_S, describe_exit, exit_hard_afte
 Sharding = Literal["replicate", "shard"]
 
 FOLDER_VARIABLE = "TINKERSCRIPT_RANKS"
-"""Private folder with rank 0's socket and torch's store, for ranks that it started."""
+"""Private folder with rank 0's socket and torch's store, if rank 0 started the others."""
 
 CONTROL_KEY = "tinkerscript/control"
 
@@ -55,7 +54,7 @@ RANK_GRACE_S = ORPHAN_GRACE_S + 1
 """Time for a follower to exit by itself."""
 
 ANSWER_POLL_S = 0.02
-"""Interval at which sampling runs while rank 0 waits."""
+"""How often sampling runs while rank 0 waits."""
 
 
 T = TypeVar("T")
@@ -91,7 +90,6 @@ class RankSpec:
 
 
 def check_devices(devices: int, device: str) -> None:
-    """Raises ConfigError for a single device, or too few in this machine."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(
             f"engine.device: {device!r} cannot be shared out over engine.devices: {devices}; use cpu or cuda"
@@ -133,7 +131,7 @@ class Ranks:
         self._begin(self._admit)
 
     def join(self) -> None:
-        """Wait until all ranks have loaded the model, and form the process group. Raises EngineError."""
+        """Wait until all ranks have loaded the model. Raises EngineError."""
         if self.answers(START_S) is None:
             missing = sorted(set(range(1, self.size)) - self._answered.keys())
             raise self.fail(EngineError(f"the ranks {missing} did not join within {START_S:.0f} s"))
@@ -148,7 +146,7 @@ class Ranks:
             self._connections[rank].send((method, each))
 
     def answers(self, within_s: float | None = None) -> list[Any] | None:
-        """The followers' results by rank; None if that takes longer. Raises EngineError."""
+        """The followers' results by rank; None after `within_s`. Raises EngineError."""
         deadline = None if within_s is None else time.monotonic() + within_s
         while len(self._answered) < self.size - 1:
             self._raise_failure()
@@ -170,7 +168,7 @@ class Ranks:
 
     @contextmanager
     def computing(self) -> Generator[None]:
-        """A block in which all ranks compute. An error ends them all. Raises EngineError."""
+        """All ranks compute in this block. An error ends them all. Raises EngineError."""
         try:
             yield
         except Exception as error:
@@ -191,7 +189,7 @@ class Ranks:
             self._disconnect()
             if self.spec.device == "cuda" and dist.is_initialized():
                 group: Any = dist.group.WORLD
-                group.abort()  # NCCL's operations, unlike gloo's, do not end with the connections.
+                group.abort()  # NCCL's operations outlive the connections.
         found = self.failure.exception() if self.failure.done() else None
         return found if isinstance(found, EngineError) else error
 
@@ -254,7 +252,7 @@ class Ranks:
                 rank = connection.recv()
                 connection.send(self.spec)
             except (AuthenticationError, EOFError, ConnectionError):
-                continue  # This is a stranger or a dead rank.
+                continue  # A stranger, or a dead rank.
             except OSError:
                 return  # The listener is closed.
             self._connections[rank] = connection
@@ -290,7 +288,7 @@ def receive(connection: Connection, messages: SimpleQueue[Any]) -> None:
     with suppress(EOFError, OSError):
         while (message := connection.recv()) is not None:
             messages.put(message)
-    exit_hard_after(ORPHAN_GRACE_S)  # It may be stuck in a collective operation.
+    exit_hard_after(ORPHAN_GRACE_S)  # A collective operation may hang.
     messages.put(None)
 
 

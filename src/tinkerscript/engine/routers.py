@@ -18,7 +18,7 @@ from tinkerscript.errors import EngineError
 
 
 def routing_of(model: PreTrainedModel, own: OwnLogits | None = None) -> Routing:
-    """Return how the routers choose, if a replay gives the same logits and other choices give others.
+    """Return how the routers choose, if a replay gives the same logits and other choices do not.
 
     Raises EngineError for a model without experts, or another way of choosing.
     """
@@ -50,7 +50,7 @@ def routing_of(model: PreTrainedModel, own: OwnLogits | None = None) -> Routing:
 
 @torch.no_grad()
 def _replayed_gaps(routing: Routing, model: PreTrainedModel, own: OwnLogits) -> tuple[float, float]:
-    """Return the logits' differences with the recorded choices and with others, in nats."""
+    """Differences of logits with the recorded choices and with others, in nats."""
     with routing.recorded(model) as choices:
         logits: Tensor = model(input_ids=own.ids, use_cache=False).logits
     ids = torch.stack(choices, 1)

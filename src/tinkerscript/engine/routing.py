@@ -1,12 +1,8 @@
 """`Routing`: the experts that a mixture's routers choose, recorded while sampling and replayed in training.
 
-If two router logits are nearly equal, the trainer's rounding may choose other experts, which changes a
-logprob far more than rounding does. Rollout routing replay (R3, Ma et al. 2025, arXiv:2510.11370) gives the
-trainer the sampler's choices. The gates still come from the trainer's router logits, so gradients reach the
-router.
-
+This is rollout routing replay (R3, Ma et al. 2025, arXiv:2510.11370; docs/models.md#mixtures-of-experts).
 Every family selects with `topk` over one score per expert, so intercepting that call needs no code for each
-family (`routers.routing_of`).
+family.
 
 Shapes: N tokens, L layers with a router, k experts of E for each token.
 """
@@ -31,7 +27,7 @@ Selection = Callable[..., Any]
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 UNKNOWN = 255
-"""Every byte of a choice that was not recorded."""
+"""Every byte of an unrecorded choice."""
 
 TOPK = (torch.topk, torch.Tensor.topk)
 
@@ -41,10 +37,10 @@ class Routing:
     """How a model's routers choose, and so the layout of recorded bytes."""
 
     routers: tuple[str, ...]
-    """Paths of the modules that call `topk`, in the order of computation."""
+    """Modules that call `topk`, in the order of computation."""
 
     number: int
-    """Index of the selection among a router's `topk` calls. Earlier ones choose groups of experts."""
+    """Index among a router's `topk` calls; earlier ones choose groups of experts."""
 
     experts: int
     chosen: int
@@ -127,7 +123,7 @@ def experts_of(config: PreTrainedConfig) -> int:
 
 @contextmanager
 def redirected(module: nn.Module, forward: Callable[..., Any]) -> Generator[None]:
-    """Make a call of `module` run `forward`, between its hooks, such as FSDP's."""
+    """Run `forward` in a call of `module`, between its hooks, such as FSDP's."""
     module.forward = forward
     try:
         yield
@@ -136,7 +132,7 @@ def redirected(module: nn.Module, forward: Callable[..., Any]) -> Generator[None
 
 
 def most_token_bytes(config: PreTrainedConfig) -> int:
-    """Return an upper bound without the model: as if all layers had a router."""
+    """Return an upper bound, as if all layers had a router."""
     text: Any = config.get_text_config()
     itemsize = 1 if experts_of(config) < 256 else 2
     return text.num_hidden_layers * getattr(text, "num_experts_per_tok", 0) * itemsize
@@ -161,7 +157,7 @@ def _route(router: nn.Module, number: int, select: Selection, *args: Any, **kwar
 
 
 def _replay(ids: Tensor, scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
-    """ids (N, k) -> the result of `topk`, with the scores of these ids."""
+    """ids (N, k) -> what `topk` returns, with the scores of these ids."""
     own = torch.topk(scores, k, *args, **kwargs)
     ids = ids.reshape(own.indices.shape)
     ids = torch.where(ids < 0, own.indices, ids.to(own.indices.dtype))

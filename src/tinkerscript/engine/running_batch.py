@@ -1,7 +1,6 @@
 """`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
-Only new parts of prompts are prefilled (`PrefixStore`), long ones in chunks between steps. If running rows
-outgrow the `CacheBudget`, the newest wait again. Rows are in their cache's order. An error in one row fails
+docs/engine.md describes batching and its memory. Rows are in their cache's order. An error in one row fails
 only its request, and does not change the others' ids and log probabilities.
 """
 
@@ -34,7 +33,7 @@ PREFILL_TOKENS = 2048
 
 
 SHARED_TOKENS = 16
-"""Sequences that wait together share the computation of a prefix of at least this length."""
+"""Sequences that wait together compute a common prefix of this length once."""
 
 
 STEP_TOKENS = 16
@@ -46,7 +45,7 @@ Alternatives = Sequence[tuple[int, float]]
 
 Report = Callable[[int, int, int, float, Alternatives], None]
 """(index, offset, token, logprob, top): sample `index` drew `token` after `offset` others. Called on the
-engine's thread for every token, so it must not block.
+engine's thread, so it must not block.
 """
 
 
@@ -62,7 +61,7 @@ class SampledRow:
     """`sampling.FREE`, `CUT` or `FORCED` per sampled id, with a grammar."""
 
     experts: bytes = b""
-    """`Routing.packed`: the experts chosen at the position before each token, from `Request.known` on."""
+    """`Routing.packed`: experts at the position before each token, from `Request.known` on."""
 
 
 @dataclass(slots=True)
@@ -81,10 +80,10 @@ class Request:
     min_p: float = 0.0
 
     sampled: int = 0
-    """The prompt's last ids that other weights sampled for the reply. Stop strings may begin there."""
+    """How many of the prompt's last ids other weights sampled for the reply. Stop strings may begin there."""
 
     known: int = 0
-    """Number of the prompt's first ids to return no experts for."""
+    """How many of the prompt's first ids need no experts."""
 
     matchers: list[Matcher] | None = None
     images: Sequence[Placed] = ()
@@ -124,10 +123,7 @@ class RunningRow:
         return self.request.matchers[self.index] if self.request.matchers else None
 
     def take(self, token: int, logprob: float, top: Alternatives, constraint: int) -> None:
-        """Append a sampled token; `constraint`: the grammar's effect.
-
-        Raises EngineError for an invalid distribution.
-        """
+        """Append a sampled token. Raises EngineError for an invalid distribution."""
         if math.isnan(logprob):
             raise EngineError(
                 "the model's logits are not finite here: its weights or the request's settings are not"
@@ -150,7 +146,7 @@ class RunningRow:
 class RunningBatch:
     """Decodes with one frozen `Decoder`. Not thread-safe: the engine's thread owns it.
 
-    `decode` turns ids into text, to find stop strings. `random` draws for requests without a seed.
+    `decode` finds stop strings. `random` draws for requests without a seed.
     """
 
     def __init__(
@@ -177,7 +173,7 @@ class RunningBatch:
         self._prefixes = prefixes or PrefixStore(self._budget)
         self._waiting: deque[RunningRow] = deque()
         self._filling: tuple[Ids, int, RowState] | None = None
-        """A partly prefilled prompt, the number of its tokens done, and their state."""
+        """A partly prefilled prompt, how many of its tokens are done, and their state."""
 
         self._admitted = itertools.count()
         self._settings: RowSettings | None = None
@@ -189,7 +185,7 @@ class RunningBatch:
         return bool(self._cache.groups or self._waiting)
 
     def submit(self, request: Request) -> None:
-        """The request's future resolves to its rows in sample order."""
+        """The future resolves to the rows in sample order."""
         if request.images:
             try:
                 assert self._images is not None
@@ -203,7 +199,7 @@ class RunningBatch:
             self.cut()
 
     def cut(self) -> None:
-        """End all rows at the newest token, later ones before their first. Newer weights continue them."""
+        """End all rows, future ones too: newer weights continue them."""
         self._is_cut = True
         experts = {row: self._experts(row) for row in [*self._cache.rows, *self._waiting] if row.ids}
         for row in self._drop_all():
@@ -224,7 +220,7 @@ class RunningBatch:
     def advance(self) -> None:
         """Sample one token per running row, then admit waiting rows and sample their first.
 
-        A row's error fails its request; an exception means that all failed.
+        An exception means that all requests failed.
         """
         self._drop_done()
         if self._cache.groups:
@@ -240,8 +236,8 @@ class RunningBatch:
             ids = torch.tensor([row.ids[-1] for row in rows], device=self._device)
             logits = self._decoder.step(ids, self._cache.groups)
         except RuntimeError as error:
-            # Probably out of memory, and the longest row needs most. The others repeat this step, which has
-            # changed only the position that it writes, unless there are states.
+            # Probably out of memory, and the longest row needs most. The others repeat this step, which
+            # without states has changed only the position that it writes.
             rows, lengths = self._cache.rows, self._cache.lengths
             longest = rows[lengths.index(max(lengths))]
             for row in rows if self._cache.is_recurrent else [longest]:
@@ -263,7 +259,7 @@ class RunningBatch:
         self._remove([row for row in self._cache.rows if row.request.future.done()])
 
     def _admit(self) -> None:
-        """If others run, their next tokens wait for one prefill only."""
+        """If others run, they wait for one prefill only."""
         others = bool(self._cache.rows)
         while rows := self._admissible():
             ready = self._prefilled(list(dict.fromkeys(row.sequence for row in rows)))
@@ -287,7 +283,7 @@ class RunningBatch:
         return found
 
     def _prefilled(self, sequences: list[Ids]) -> dict[Ids, Prefilled | Exception]:
-        """Known sequences, and those that about `PREFILL_TOKENS` more complete, or why one failed."""
+        """Known sequences, and those that about `PREFILL_TOKENS` more complete, or their errors."""
         found: dict[Ids, Prefilled | Exception] = {}
         for sequence in sequences:
             try:
@@ -352,7 +348,7 @@ class RunningBatch:
         return {sequence: self._kept(sequence, logits[0], state)}
 
     def _prefill_each(self, sequences: list[Ids], shared: int = 0) -> dict[Ids, Prefilled | Exception]:
-        """If prefilling together fails, prefill one by one to find the faulty sequences."""
+        """If it fails for all together, prefill one by one to find the faulty sequences."""
         try:
             past = self._prefix(sequences[0][:shared]) if shared else None
             logits, states = self._prefill([each[shared:] for each in sequences], past, shared)
@@ -388,7 +384,7 @@ class RunningBatch:
         return Prefilled(logits, state)
 
     def _run(self, rows: list[RunningRow], ready: dict[Ids, Prefilled | Exception]) -> None:
-        """A row leaves the queue only when it runs or has failed, so `fail` always finds it."""
+        """A row leaves the queue only when it runs or has failed, so `fail` finds it."""
         prefilled = {ids: each for ids, each in ready.items() if isinstance(each, Prefilled)}
         failed = [row for row in rows if row.sequence in ready and row.sequence not in prefilled]
         fitting = [row for row in rows if row.sequence in prefilled]
@@ -458,7 +454,7 @@ class RunningBatch:
         self._remove(finished)
 
     def _experts(self, row: RunningRow) -> bytes:
-        """Unknown where nothing is kept: before the first token, and for a row that waits for memory."""
+        """Unknown where nothing is kept: before the first token, and while a row waits for memory."""
         routing = self._decoder.routing
         if routing is None:
             return b""
@@ -507,7 +503,7 @@ class RunningBatch:
         return self._settings
 
     def _remove(self, rows: list[RunningRow]) -> None:
-        for row in reversed(rows):  # Backward, so that no leaving row takes another's place.
+        for row in reversed(rows):  # Backward, because the last row takes a leaving row's place.
             self._cache.remove(row)
         if rows:
             self._settings = None
@@ -541,7 +537,7 @@ def _fail(request: Request, error: BaseException) -> None:
     try:
         request.future.set_exception(error)
     except InvalidStateError:
-        return  # The caller cancelled, or another row of the request failed.
+        return  # The caller cancelled, or another row failed.
 
 
 def _is_truncated(request: Request) -> bool:
@@ -559,7 +555,7 @@ def _alternatives(rows: list[RunningRow], chosen: Chosen) -> list[Alternatives]:
 
 
 def _similar_lengths(prompts: list[Ids], shared: int) -> list[list[Ids]]:
-    """Batches of rising length without `shared` ids: at most `PREFILL_TOKENS` padded, at least half real."""
+    """Batches of rising length, without `shared` ids: at most `PREFILL_TOKENS` padded, at least half real."""
     batches: list[list[Ids]] = []
     for prompt in sorted(prompts, key=len):
         batch = batches[-1] if batches else []

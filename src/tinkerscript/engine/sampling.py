@@ -1,7 +1,7 @@
 """`choose` samples one token per row from logits; `score_prompt` scores given tokens.
 
-Each token takes one uniform number from the row's own generator, to invert the cumulative distribution. So a
-seeded request does not depend on the rest of the batch, except for rounding.
+Each token takes one uniform number from its row's generator, so the rest of the batch changes a seeded
+request only by rounding.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tinkerscript.engine.decoder import Decoder
 
-# A grammar allowed all possible tokens, several, or one. Numbers as in `rollouts.TokenConstraint`.
+# A grammar allowed all possible tokens, several, or one, as in `rollouts.TokenConstraint`.
 FREE, CUT, FORCED = range(3)
 
-# Tinker's filler in tables of the most probable tokens, with id 0.
+# Tinker's filler in tables of top tokens.
 NO_LOGPROB = -99999.0
 
 
@@ -110,7 +110,7 @@ def truncate(weights: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Te
     """Zero the weights (n, V) that min-p (n,), then top-k (n,), then top-p (n,) exclude.
 
     Min-p: below that share of the largest weight (Nguyen et al. 2024, arXiv:2407.01082). top_k <= 0: no
-    limit. Top-p keeps the fewest most probable ids that reach it.
+    limit.
     """
     weights = weights * (weights >= min_p[:, None] * weights.amax(-1, keepdim=True))
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
@@ -148,8 +148,8 @@ def score_prompt(
 ) -> PromptScores:
     """Score positions 1 to P - 1, or the `last` ones.
 
-    `top`: number of most probable ids per position. `chosen`: rows [N] and ids [N] to score; row i (0 to P -
-    2) means position i + 1.
+    `top`: how many of the most probable ids to return. `chosen`: rows [N] and ids [N] to score; row i (0 to P
+    - 2) means position i + 1.
     """
     tokens = torch.tensor(ids, device=decoder.device)
     first = 0 if last is None else max(0, len(ids) - 1 - last)

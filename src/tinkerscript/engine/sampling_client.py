@@ -24,8 +24,7 @@ from tinkerscript.errors import EngineRequestError
 class EmbeddedSamplingClient:
     """Tinker's SamplingClient over frozen weights of the embedded engine, with continuous batching.
 
-    Futures can be awaited or asked for `.result()`. Logprobs are float32, one per sampled id, from after
-    temperature and before top-k and top-p.
+    Logprobs are float32, one per sampled id, from after temperature and before top-k and top-p.
     """
 
     def __init__(self, context: EngineContext, decoder: Decoder, prefixes: PrefixStore | None = None) -> None:
@@ -45,7 +44,7 @@ class EmbeddedSamplingClient:
         self._names = itertools.count()
 
     def apart(self) -> EmbeddedSamplingClient:
-        """Return a client of the same weights with separate `cut`."""
+        """Return a client of the same weights that is `cut` separately."""
         return EmbeddedSamplingClient(self._context, self._decoder, self._prefixes)
 
     def sample(
@@ -55,9 +54,7 @@ class EmbeddedSamplingClient:
         sampling_params: tinker.SamplingParams,
         include_prompt_logprobs: bool = False,
     ) -> APIFuture[tinker.SampleResponse]:
-        """Sample `num_samples` sequences. Known prefixes are not prefilled again.
-
-        Sequences have `tokens` [T], including the id that ended them, `logprobs` [T] and a `stop_reason`,
+        """Sequences have `tokens` [T], including the id that ended them, `logprobs` [T] and a `stop_reason`,
         "stop" or "length". `prompt_logprobs` are [P], NaN at 0. Raises EngineRequestError for a prompt
         without room, and settings out of range.
         """
@@ -85,18 +82,15 @@ class EmbeddedSamplingClient:
         known: int = 0,
         images: Sequence[Placed] = (),
     ) -> Future[list[SampledRow]]:
-        """`sample` with options that Tinker's method lacks. Cancelling the future ends the sampling.
+        """`sample` with options that Tinker's method lacks (see also `Request`). Cancelling the future ends
+        the sampling.
 
         Raises EngineRequestError as `sample` does, and GrammarError.
 
         Args:
             stop_ids: Added to `sampling_params.stop`.
-            report: Called for every token, on the engine's thread.
             top_logprobs: Alternatives per position.
-            min_p: Minimum probability, as a share of the most probable token's.
-            sampled: How many of the last `ids` begin the reply, from other weights.
-            known: How many of the first `ids` to return no experts for.
-            images: Images of the placeholders in `ids`.
+            min_p: Share of the most probable token's probability.
         """
         if not 0 <= known <= len(ids):
             raise EngineRequestError(f"known must be 0 to {len(ids)}, the prompt's tokens, got {known}")
@@ -146,7 +140,6 @@ class EmbeddedSamplingClient:
         top: int = 0,
         chosen: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> APIFuture[PromptScores]:
-        """See `score_prompt`."""
         ids = self._context.checked_prompt(prompt.to_ints(), room=0)
         return self._context.run(lambda: score_prompt(self._decoder, ids, last=last, top=top, chosen=chosen))
 
@@ -159,7 +152,7 @@ class EmbeddedSamplingClient:
         response: Future[tinker.SampleResponse],
         rows: Future[list[SampledRow]],
     ) -> None:
-        # Waits through callbacks, because this runs on the engine's thread.
+        # Callbacks, because this is the engine's thread.
         if prompt is None:
             self._respond(response, rows, None)
         else:

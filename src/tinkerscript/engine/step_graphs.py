@@ -1,7 +1,7 @@
 """`StepGraphs`: a decoder's steps as CUDA graphs.
 
-A graph launches all of a step's kernels at once, which saves most of the time, but with fixed addresses and
-shapes. So it computes the cache's whole storage, and is captured again when that changes.
+A graph launches a step's kernels at once, which saves most of the time, but with fixed addresses and shapes:
+it computes the cache's whole storage, and is captured again when that changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Replay = Callable[[], None]
 class _Captured:
     storages: list[int]
     ids: Tensor
-    """(room,): the newest token in each row's place, in all groups; arbitrary in empty places."""
+    """(room,): the newest token in each row's place; arbitrary in empty places."""
 
     lengths: Tensor
     """(room,)"""
@@ -37,9 +37,7 @@ class _Captured:
 
 
 class StepGraphs:
-    """`step` captures a graph only for a storage that it meets again: one that changes at every token would
-    not pay.
-    """
+    """A storage that changes at every token would not pay, so a graph is captured when one is met again."""
 
     def __init__(
         self,
@@ -48,8 +46,8 @@ class StepGraphs:
     ) -> None:
         """`run`: ids (room,), the lengths (rows,) in each group's storage, groups -> logits (room, V).
 
-        `capture`: takes a function that launches the same kernels each time; returns its result and a
-        function to launch them again, which overwrites the result.
+        `capture` takes a function, and returns its result and a function that launches the same kernels
+        again, into the same result.
         """
         self._run = run
         self._capture = capture
@@ -57,11 +55,11 @@ class StepGraphs:
         self._captured: _Captured | None = None
 
     def step(self, ids: Tensor, groups: Groups) -> Tensor | None:
-        """ids (n,) -> logits (n, V), valid until the next call; None: take this step without a graph."""
+        """ids (n,) -> logits (n, V), valid until the next call; None: use no graph."""
         storages = [group.storage for group in groups]
         captured = self._captured
         if captured is None or captured.storages != storages:
-            self._captured = captured = None  # Frees its memory first.
+            self._captured = captured = None  # Frees its memory.
             if storages != self._met:
                 self._met = storages
                 return None
@@ -81,13 +79,13 @@ class StepGraphs:
 
 
 def _live(groups: Groups) -> list[tuple[int, int]]:
-    """Return the ranges of each group's rows among all places."""
+    """The ranges of each group's rows among all places."""
     begins = [0, *accumulate(group.room_for_rows for group in groups)]
     return [(begin, begin + len(group.rows)) for begin, group in zip(begins, groups, strict=False)]
 
 
 def _write(padded: Tensor, lengths: Tensor, ids: Tensor, groups: Groups) -> None:
-    """Write a graph's input. Empty places get length 0: the next row's prefill overwrites position 0."""
+    """Empty places get length 0: the next row's prefill overwrites position 0."""
     counts = [0] * len(padded)
     first = 0
     for (begin, end), group in zip(_live(groups), groups, strict=True):
@@ -100,7 +98,7 @@ def _write(padded: Tensor, lengths: Tensor, ids: Tensor, groups: Groups) -> None
 def cuda_graph(run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    # Libraries allocate workspaces at the first call, which a graph must not do.
+    # The first call allocates workspaces, which a graph must not do.
     with torch.cuda.stream(side):
         run()
     torch.cuda.current_stream().wait_stream(side)

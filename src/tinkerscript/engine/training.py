@@ -63,7 +63,7 @@ MICROBATCH_TOKENS_OF_DEVICES = 16_384
 
 
 def tokens_of_microbatch(device: torch.device) -> int:
-    """Maximum padded tokens. A longer sequence is a microbatch by itself."""
+    """A longer sequence is a microbatch by itself."""
     return MICROBATCH_TOKENS if device.type == "cpu" else MICROBATCH_TOKENS_OF_DEVICES
 
 
@@ -87,7 +87,7 @@ class Example:
 
 
 class Weights(ABC):
-    """Either a whole model's weights, or a LoRA adapter's over a shared base."""
+    """A whole model's weights, or a LoRA adapter's over a shared base."""
 
     model: PreTrainedModel
     parameters: list[Parameter]
@@ -124,7 +124,7 @@ class AllWeights(Weights):
         return self._make_decoder(self.model)
 
     def write(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        made: dict[int, torch.Tensor] = {}  # Converts tied tensors once, so that they stay tied.
+        made: dict[int, torch.Tensor] = {}  # Tied tensors stay tied.
         state = {
             name: made.setdefault(value.data_ptr(), value.to(dtype) if value.is_floating_point() else value)
             for name, value in self.model.state_dict().items()
@@ -152,8 +152,7 @@ class Trainer:
     ) -> None:
         """`share_prefixes`: only if `packing.shares_prefixes` proved the model. `compute_dtype`: of matrix
         products (torch's autocast); weights and moments stay float32. `routing`: replays `CHOSEN_EXPERTS`.
-        `top`: how many of the most probable tokens to return besides the targets. `images`: None refuses
-        images.
+        `top`: how many of the most probable tokens to return. `images`: None refuses images.
         """
         self.weights = weights
         self.model = model = weights.model
@@ -185,8 +184,8 @@ class Trainer:
         backward: bool,
         entropies: bool = True,
     ) -> Generator[None, None, tinker.ForwardBackwardOutput]:
-        """Accumulate the gradients of the summed loss, or with `backward=False` only compute it, yielding
-        after microbatches.
+        """Accumulate the gradients of the summed loss, or without `backward` compute it. Yields after
+        microbatches.
 
         Returns per datum `logprobs` and, if wanted, `entropies` float32 [T] in nats, and the metric
         `loss:sum`. Raises EngineRequestError, with nothing changed, for data that cannot train. A later
@@ -230,7 +229,7 @@ class Trainer:
         backward: bool,
         entropies: bool,
     ) -> Generator[None, None, tuple[list[np.ndarray], float]]:
-        """Each example's logprobs float32 [T], with entropies [2, T], and the summed loss."""
+        """Each example's logprobs float32 [T], with entropies [2, T], and the loss."""
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
         for batch in batches:
@@ -414,7 +413,7 @@ class Trainer:
         return tinker.types.OptimStepResponse(metrics=metrics)
 
     def _step(self, params: tinker.AdamParams) -> float:
-        """Returns the gradient's norm. Takes no step if it is not finite."""
+        """Returns the gradient's norm. Takes no step if that is not finite."""
         for group in self._optimizer.param_groups:
             group.update(
                 lr=params.learning_rate,
@@ -433,7 +432,7 @@ class Trainer:
     @torch.no_grad()
     def _squares(self) -> Tensor:
         """float32 [2]: squared norms of the last change, and of the weights."""
-        # From the optimizer's state, one parameter at a time, to save a copy of the weights.
+        # From the optimizer's state, to save a copy of the weights.
         total = torch.zeros(2, device=self.model.device)
         (group,) = self._optimizer.param_groups
         rate, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
@@ -466,7 +465,6 @@ class Trainer:
         self._optimizer.load_state_dict(state)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Load a checkpoint's weights and, if wanted, optimizer state. Raises EngineError."""
         state = load_optimizer_state(folder) if optimizer else None
         self.weights.read(folder)
         self.reset_optimizer()
@@ -509,8 +507,9 @@ def run_to_end(work: Generator[None, None, T]) -> T:
 class EmbeddedTrainingClient:
     """Trains the weights of `trainer`. Futures can be awaited or asked for `.result()`, and carry errors.
 
-    A datum has ids [T] as `model_input`, and the loss's `loss_fn_inputs`, each [T]. `loss_fn` is in
-    `losses.LOSSES`, or `module:name` of a user's loss.
+    A datum has ids [T] as `model_input`, and the loss's `loss_fn_inputs`, each [T], such as `target_tokens`
+    int64, `logprobs` and `advantages` float32. `loss_fn` is in `losses.LOSSES`, or `module:name` of a user's
+    loss.
     """
 
     def __init__(
@@ -541,11 +540,7 @@ class EmbeddedTrainingClient:
         *,
         entropies: bool = False,
     ) -> APIFuture[tinker.ForwardBackwardOutput]:
-        """Accumulate the gradients of the loss, a sum over the tokens of `data`.
-
-        Returns like `Trainer.slices`. Raises EngineRequestError, with nothing changed, for unusable data or
-        losses.
-        """
+        """See `Trainer.slices`."""
         return self._run(data, loss_fn, loss_fn_config, backward=True, entropies=entropies)
 
     def drop_gradients(self) -> APIFuture[None]:

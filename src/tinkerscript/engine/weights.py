@@ -1,7 +1,7 @@
 """Weights on disk: loading models and adapters, and writing checkpoints.
 
-Checkpoints are Hugging Face folders with the tokenizer and, to continue training, the optimizer's state. They
-are renamed when complete, so none is partial.
+Checkpoints are Hugging Face folders with the tokenizer and perhaps the optimizer's state. They are renamed
+when complete, so none is partial.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LoraSettings:
     rank: int
     alpha: float = 32.0
     targets: tuple[str, ...] = ("attn", "mlp", "unembed")
-    """Kinds of modules, or linear modules by path or last name, such as `q_proj`."""
+    """Kinds of modules, or linear modules by path or last name (`q_proj`)."""
 
     seed: int = 0
     """For the initial A; B starts at 0."""
@@ -84,8 +84,8 @@ def load_model(
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only each layer's inputs for backward, which recomputes the rest.
 
-    Hugging Face's implementation needs training mode, which would enable dropout. Raises EngineError for
-    layers without support.
+    Hugging Face's implementation needs training mode, with dropout. Raises EngineError for layers without
+    support.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
@@ -124,7 +124,7 @@ def save_checkpoint(
     optimizer: dict[str, Any] | None,
     notes: Mapping[str, str] | None = None,
 ) -> None:
-    """Replace `target` by weights (from `write`), tokenizer, `notes` and any optimizer state."""
+    """Replace `target`. `write` writes the weights."""
     staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
     shutil.rmtree(staging, ignore_errors=True)
     try:

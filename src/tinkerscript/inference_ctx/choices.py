@@ -2,7 +2,7 @@
 
 Invariants: ids are read, never guessed, from the first of `SOURCES` that the server reported. Sources must
 agree, and ids and logprobs must have the same length. Raw vocabulary pieces (`Ġhello`) become ids only if the
-caller declares them, or with proof (`ids_of_pieces`). What cannot be a sample is refused.
+caller declares them, or with proof (`ids_of_pieces`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ NO_IDS_REMEDY = (
 )
 
 IdsSource = Literal["sampler", "token_ids", "logprobs_token_id", "token_id_text", "pieces"]
-"""`sampler`: the engine itself, through our gateway. The others are in `SOURCES`."""
+"""`sampler`: the engine itself. The others are in `SOURCES`."""
 
 SOURCES: tuple[IdsSource, ...] = ("token_ids", "logprobs_token_id", "token_id_text", "pieces")
-"""In the order they are tried: `choice.token_ids` (vLLM, our gateway), `token_id` in `logprobs.content` (our
-gateway), `token: "token_id:123"` (vLLM), and vocabulary pieces as token texts."""
+"""In order: `choice.token_ids` (vLLM, our gateway), `token_id` in `logprobs.content` (our gateway), `token:
+"token_id:123"` (vLLM), and vocabulary pieces as token texts.
+"""
 
-# With any other finish reason (`abort`, `content_filter`), the reply is incomplete or was changed.
+# With other finish reasons (`abort`, `content_filter`), the reply is incomplete or was changed.
 _STOP_REASONS: dict[str, StopReason] = {
     "stop": "stop",
     "tool_calls": "stop",
@@ -106,7 +107,7 @@ def read_choice(
 def read_stop_reason(choice: Any) -> StopReason:
     """Whether the choice ended at its token limit (`length`) or by itself (`stop`).
 
-    Raises AlignmentError for any other finish reason.
+    Raises AlignmentError for other finish reasons.
     """
     reason = as_plain(choice).get("finish_reason")
     if not isinstance(reason, str) or reason not in _STOP_REASONS:
@@ -118,10 +119,7 @@ def read_stop_reason(choice: Any) -> StopReason:
 
 
 def as_plain(value: Any) -> Mapping[str, Any]:
-    """Convert a pydantic object (such as `openai`'s) to a dictionary, with its extra fields.
-
-    Raises AlignmentError for anything but a pydantic object or a mapping.
-    """
+    """Convert a pydantic object (such as `openai`'s) or a mapping to a dictionary. Raises AlignmentError."""
     if isinstance(value, Mapping):
         return cast("Mapping[str, Any]", value)
     if hasattr(value, "model_dump"):
@@ -142,7 +140,7 @@ def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntAr
 
 
 def _logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
-    """float32 [R], or None. Raises AlignmentError for values that are not the logarithm of a probability."""
+    """float32 [R], or None. Raises AlignmentError for values that are no logprobs."""
     logprobs = _section(choice, "logprobs")
     if logprobs.get("content"):
         values = [entry.get("logprob") for entry in logprobs["content"]]
@@ -171,7 +169,6 @@ def _constrained(choice: Mapping[str, Any], response: Mapping[str, Any], number:
 
 
 def _reported_ids(choice: Mapping[str, Any]) -> tuple[IntArray, IdsSource] | None:
-    """Ids of the first source that has any. Raises AlignmentError if two sources disagree."""
     logprobs = _section(choice, "logprobs")
     entries = [entry.get("token_id") for entry in logprobs.get("content") or ()]
     named = [entry for entry in entries if entry is not None]
@@ -224,10 +221,9 @@ def ids_of_pieces(
     the byte 0xE9. So the ids must decode to `text`, the reply without special tokens, and the strings must
     spell it differently, unless they are `declared` to be pieces.
 
-    With byte-level BPE this is proof: decoded text, read as a piece, stands for the same or fewer characters,
-    so the ids decode to the reply's text only if every string stands for the same characters both ways. With
-    SentencePiece two pieces may decode alike (`A` and `<0x41>`; `▁a` and `a` at the start), so a string with
-    such a twin is refused.
+    With byte-level BPE this is proof, because decoded text, read as a piece, stands for the same or fewer
+    characters. With SentencePiece a string is refused if another piece may decode alike (`A` and `<0x41>`;
+    `▁a` and `a` at the start).
     """
     ids = [_id_of(piece, tokenizer) for piece in strings]
     if declared:
@@ -249,7 +245,6 @@ def ids_of_pieces(
 
 
 def _check_sentencepiece(spoken: Sequence[tuple[str, int]], tokenizer: PieceTokenizer) -> None:
-    """Raise AlignmentError for pieces with a twin, and for other kinds of vocabularies."""
     if not _spells_spaces(_SENTENCEPIECE_SPACE, tokenizer):
         raise _refusal("the vocabulary is neither byte-level BPE nor SentencePiece, so nothing can be proven")
     for place, (piece, number) in enumerate(spoken):
@@ -296,7 +291,7 @@ def _section(around: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_ids(values: Any, what: str) -> IntArray:
-    """Convert ids to int32 [N]. Raises AlignmentError for anything but integers in [0, 2**31)."""
+    """int32 [N]. Raises AlignmentError for anything but integers in [0, 2**31)."""
     if not all(
         isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**31
         for value in values

@@ -7,12 +7,11 @@
         env_name="gsm8k", env_example_id="ex_123", reward=1.0,
     )
 
-It owns the chat template, so that no environment can bypass it. Modeled on Marin's `InferenceContext`
-(github.com/marin-community/marin, issue 1744).
+Modeled on Marin's `InferenceContext` (github.com/marin-community/marin, issue 1744).
 
-Invariants: the server's prompt ids take precedence over a local rendering, and differences are counted.
-Sampled ids are read from the reply, or the choice is refused. Everything in a request that changes the
-sampled distribution is on the call, or makes its tokens constrained.
+Invariants: the server's prompt ids take precedence over a local rendering. Sampled ids are read from the
+reply, or the choice is refused. Everything in a request that changes the sampled distribution is on the call,
+or makes its tokens constrained.
 """
 
 from __future__ import annotations
@@ -46,11 +45,12 @@ from tinkerscript.rollouts.call import (
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
 
-SHORT_RESPONSE = 5  # Shorter replies are counted as `short_response`.
+SHORT_RESPONSE = 5  # Shorter replies are counted.
 
 Reward = float | Sequence[float] | FloatArray | Callable[[Rollout], FloatArray]
 """The episode's reward; its shares per response token [R]; or a function that returns them
-(`rollouts.advantages`)."""
+(`rollouts.advantages`).
+"""
 
 PromptLike = str | Sequence[Mapping[str, Any]] | Sequence[int] | IntArray
 """A user message's text, a conversation in OpenAI's format, or the exact ids sent to the server."""
@@ -61,7 +61,7 @@ PromptFormat = Literal["chat_template", "plain"]
 """`plain`: `role: content` lines, for a base model without a chat template."""
 
 RequestParameters = Mapping[str, Any]
-"""By their names on the wire. Those in `extra_body` count too."""
+"""By their names on the wire, also in `extra_body`."""
 
 # They force or forbid tokens, or change their probabilities.
 _GRAMMARS = (
@@ -97,11 +97,11 @@ class InferenceTurn(NamedTuple):
     """An `openai` object or a dictionary."""
 
     response: Any = None
-    """The reply around it, where some servers report the prompt's ids."""
+    """The reply around it, which may have the prompt's ids."""
 
     tools: Tools | None = None
     request: RequestParameters | None = None
-    """Parameters of the request: temperature, top-p, top-k, a grammar."""
+    """The request's parameters: temperature, top-p, top-k, a grammar."""
 
 
 class InferenceContext:
@@ -235,7 +235,7 @@ class InferenceContext:
         """Make the training sequences of a conversation: one, if each prompt extends everything before it.
 
         A prompt that does not (edited history, thinking stripped by the template) starts a new sequence.
-        Every sampled token is in exactly one. Raises AlignmentError.
+        Raises AlignmentError.
         """
         calls = [self._call(turn, env_example_id) for turn in turns]
         rollouts = merge_calls(calls, episode_uuid=env_example_id)
@@ -252,7 +252,7 @@ class InferenceContext:
         self._warn(turn.response, tokens.ids, logprobs)
         constrained, logprob_kind = tokens.constrained, self._logprob_kind
         if constrained is None and _is_constrained(given):
-            # Unknown where the grammar applied, and whether the logprobs are from before it.
+            # Where the grammar applied is unknown, and whether the logprobs are from before it.
             constrained, logprob_kind = bytes([TokenConstraint.UNKNOWN]) * len(tokens.ids), "unknown"
         return Call(
             call_id=f"{env_example_id}/{uuid4().hex}",
@@ -279,7 +279,6 @@ class InferenceContext:
         return self._is_plain or bool(getattr(self.tokenizer, "chat_template", None))
 
     def _prompt_ids(self, turn: InferenceTurn, tokens: ChoiceTokens) -> IntArray:
-        """Raises AlignmentError if the caller sent ids and the server reports others."""
         theirs = tokens.prompt_ids
         if theirs is not None and not len(theirs):
             raise AlignmentError("the server reports an empty prompt")

@@ -1,4 +1,1 @@
-"""The page of a run: an API and a browser view of its ledger and its live server.
-
-`web_app` serves the views, and `tinkerscript show` prints them.
-"""
+"""The page of a run: an API and a browser view of its ledger and its live server."""

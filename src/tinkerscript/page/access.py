@@ -1,7 +1,7 @@
 """Access control for the page (`PageAccess`), and the audit log of changes.
 
-With an admin token, all but the login form needs the token or its cookie. Without one, only requests to a
-loopback name are served, so other sites cannot reach the page under another name.
+With an admin token, all but the login form needs it or its cookie. Without one, requests must have a loopback
+name, so that other sites cannot reach the page.
 """
 
 from __future__ import annotations

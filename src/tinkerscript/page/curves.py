@@ -17,8 +17,6 @@ MAX_POINTS = 2000
 
 
 class MetricCurve(BaseModel):
-    """All lists are equally long."""
-
     steps: list[int] = Field(description="The first step of each span.")
     mean: list[float]
     low: list[float]
@@ -152,7 +150,6 @@ def alignment_view(ledger: LedgerReader) -> AlignmentView:
 
 
 def found_in(ledger: LedgerReader, kind: str, name: str) -> FindingPage:
-    """Raises NotRecordedError."""
     query = (
         "SELECT step, detail, count, episode FROM findings WHERE kind = ? AND name = ? AND undone = 0 "
         f"ORDER BY number DESC LIMIT {MAX_ROWS}"

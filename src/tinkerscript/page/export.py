@@ -1,6 +1,6 @@
-"""Export a run as one HTML file that needs no server: the page's code and the replies it requests.
+"""Export a run as one HTML file: the page's code and the replies it requests.
 
-Its content-security policy admits only that script, by digest, and no other hosts.
+Its content-security policy admits only that script, and no other hosts.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ _EXPORTED = re.compile(r"^export (?=(async )?(function|const|class) )", re.MULTI
 
 
 def export_run(name: str, ledger: LedgerReader, *, steps: int = 20, episodes: int = 300) -> str:
-    """Includes `steps` evenly spaced steps with their groups, and up to `episodes` conversations with their
-    tokens.
-    """
+    """Includes `steps` evenly spaced steps with groups, and up to `episodes` conversations with tokens."""
     replies = {path: _plain(reply) for path, reply in _replies(name, ledger, steps, episodes)}
     return _html(f"{name} · TinkerScript", _bundle(), to_json(replies, inf_nan_mode="null").decode())
 

@@ -160,7 +160,6 @@ def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
 
 
 def input_text(sample: Mapping[str, Any]) -> str:
-    """Clients may register any JSON."""
     given = sample.get("input", "")
     return (
         "\n".join(map(_message_text, cast("list[Any]", given))) if isinstance(given, list) else as_text(given)

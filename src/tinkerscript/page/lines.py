@@ -1,13 +1,6 @@
-"""`EpisodeLine`: an episode in a list, the filters of such lists, and the search.
+"""`EpisodeLine`: an episode in a list, the filters of such lists, and the search (docs/page.md#search).
 
-    sorry cannot            episodes with both words
-    "the answer is"         with this phrase
-    reward>0.5 step=12      conditions on columns
-    score/exact=0           on scores, and on metrics that the program logged
-    client:worker-3 7f3a    ids and names, by their beginning
-
-Lists are read in pages, newest episodes first, by an index or for at most `SCAN_S` seconds, however large the
-run is.
+Lists are read in pages, newest episodes first, by an index or for at most `SCAN_S` seconds.
 """
 
 from __future__ import annotations
@@ -54,9 +47,7 @@ LEFT JOIN trained AS t ON t.episode = e.sequence AND t.undone = 0 AND t.outcome 
     AND t.step = (SELECT min(step) FROM trained WHERE episode = e.sequence AND undone = 0)
     AND t.role = (SELECT min(role) FROM trained WHERE episode = e.sequence AND undone = 0 AND step = t.step)
 """
-"""Episodes with their last claim, and how the first step used them, for the policy with the first name; the
-run's own has an empty name.
-"""
+"""Episodes with their last claim, and how the first step used them, for the policy with the first name."""
 
 _CALLS = """
 SELECT episode, attempt, count(*) AS calls, min(nullif(created, 0)) AS started,
@@ -208,9 +199,9 @@ def newest(
 def page_of(
     ledger: LedgerReader, found: Iterable[Episode | int], passes: Callable[[Episode], bool], limit: int
 ) -> dict[str, Any]:
-    """Return up to `limit` passing episodes, and `next`, where to continue.
+    """Return up to `limit` passing episodes, and `next`, where to continue, within `SCAN_S` seconds.
 
-    Stops after `SCAN_S` seconds. A number in `found` says that all episodes down to it were examined.
+    A number in `found` says that all episodes down to it were examined.
     """
     ends = time.monotonic() + SCAN_S
     shown: list[EpisodeLine] = []
@@ -229,7 +220,7 @@ def page_of(
 def scanned(
     ledger: LedgerReader, where: str, parameters: Sequence[Any] = (), *, first: int = 1, last: int
 ) -> Iterator[Episode | int]:
-    """Yield passing episodes, newest first, and sometimes a number to continue from."""
+    """Yield newest episodes first, and sometimes a number to continue from."""
     newest = ledger.number("SELECT max(end_number) FROM episodes") or 0
     rest = f"e.end_number BETWEEN ? AND ? AND {where} ORDER BY e.end_number DESC LIMIT ?"
     last, count = min(last, int(newest)), FIRST_ROWS
@@ -345,7 +336,7 @@ def parse(text: str) -> Query:
 
 
 def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
-    """Return the newest matches. Raises NotRecordedError for a malformed query."""
+    """Raises NotRecordedError for a malformed query."""
     query = parse(text)
     if named := lines(ledger, "e.uuid = ?", (text.strip(),), limit=1):
         return SearchPage(episodes=named, next=None)

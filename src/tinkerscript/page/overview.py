@@ -1,4 +1,4 @@
-"""The first screen of a run, and the list of runs. Nothing here reads all episodes."""
+"""The first screen of a run, and the list of runs, without reading all episodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PhaseProgress(BaseModel):
 
 
 class EvaluationProgress(BaseModel):
-    """An evaluation that has not ended; a resumed run makes it again."""
+    """A resumed run makes it again."""
 
     label: str
     step: int
@@ -200,7 +200,7 @@ def _waiting(status: dict[str, Any]) -> CurrentWait | None:
 
 
 def state(status: dict[str, Any]) -> State:
-    """Return the last report, or "stopped" if the trainer is gone."""
+    """The last report, or "stopped" if the trainer is gone."""
     said: State = status.get("state", "stopped")
     if said == "running" and "process" in status and ProcessId(*status["process"]).is_gone():
         return "stopped"
@@ -292,8 +292,6 @@ EVENT_EVERY_S = 15.0
 
 
 class RunEvents:
-    """For one event loop."""
-
     def __init__(self, run: str, ledger: LedgerReader) -> None:
         self._run = run
         self._ledger = ledger

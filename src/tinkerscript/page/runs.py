@@ -1,7 +1,7 @@
 """`Runs` are the runs that a page shows, with the servers of those in progress.
 
-A server is asked at most once a second. We only ask this user's servers on this machine: a foreign run folder
-could name any address, which would receive the admin token.
+We only ask this user's servers on this machine: a foreign run folder could name any address, which would
+receive the admin token.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Runs:
         raise NotRecordedError(f"no run here has an episode {episode_uuid!r} that ended")
 
     def delete(self, name: str) -> None:
-        """Raises NotRecordedError, OSError, and ConflictError for a run in progress."""
+        """Raises NotRecordedError, OSError, and ConflictError if it is in progress."""
         ledger = self.ledger(name)
         folder = ledger.folder
         if folder.parent != self.root or folder.is_symlink():
@@ -187,7 +187,6 @@ class RunServer:
 
 
 def _check_own(folder: Path, info: ServerInfo) -> None:
-    """Raise NotRecordedError unless this user runs that server on this machine."""
     us = os.geteuid()
     for path in (folder, folder / SERVER_FILE):
         if path.stat().st_uid != us:

@@ -1,8 +1,7 @@
 """`SearchIndex` finds a run's episodes by words, with SQLite's full-text search.
 
 Searches build `search.sqlite` next to the ledger, newest episodes first, or a temporary file in a read-only
-folder. It can be deleted at any time. We write through no link, because a foreign folder may have anything in
-the file's place.
+folder. We write through no link, which a foreign folder may have.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Numbers = list[float | None]
 class Tokens(BaseModel):
     """The tokens [start, end) of a sequence, in lists of that length.
 
-    A number is null where it does not apply, and a list if it was not recorded.
+    A number is null where it does not apply, a list if it was not recorded.
     """
 
     sequence: int

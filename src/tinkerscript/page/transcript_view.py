@@ -1,7 +1,4 @@
-"""An episode's transcript as a list of readable events.
-
-Transcripts come from clients, so an invalid one is shown as raw text with the problem.
-"""
+"""An episode's transcript as a list of readable events, or as raw text if it is invalid."""
 
 from __future__ import annotations
 

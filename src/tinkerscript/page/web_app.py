@@ -1,7 +1,6 @@
 """The page as an ASGI app: files, API and server-sent events.
 
-It only reads, except for explicit actions. These are logged in the run's audit log, deletions in the parent
-folder's.
+Explicit actions are in the run's audit log, deletions in the parent folder's.
 """
 
 from __future__ import annotations
@@ -182,7 +181,7 @@ class _Page:
         return LoginState(needed=self._sessions.are_needed, entered=self._sessions.may_enter(request.headers))
 
     async def login(self, body: Token, request: Request, response: Response) -> LoginState:
-        """Log in with the admin token; the reply sets a cookie."""
+        """Log in with the admin token, for a cookie."""
         try:
             is_right = self._sessions.admits(body.token)
         except UnicodeEncodeError as error:  # JSON allows lone surrogates.
@@ -248,7 +247,7 @@ class _Page:
         return self._ledger(run).config
 
     def differences(self, run: Annotated[list[str], Query()]) -> list[ConfigDifference]:
-        """The settings that differ between the given runs, or, for a single run, from the defaults."""
+        """The settings that differ between runs or, for a single run, from the defaults."""
         return curve_view.config_differences({name: self.config(name) for name in run})
 
     def metrics(self, run: str) -> list[Metric]:
@@ -277,7 +276,7 @@ class _Page:
         return evaluations(self._ledger(run))
 
     def comparison(self, run: str, query: Annotated[ComparisonQuery, Query()]) -> Comparison:
-        """Two evaluations compared sample by sample, by label; by default the first and the last."""
+        """Two evaluations sample by sample, by label; by default the first and the last."""
         return compare(self._ledger(run), query)
 
     def sample(self, run: str, digest: str, before: Before = None, limit: Limit = 50) -> SampleView:

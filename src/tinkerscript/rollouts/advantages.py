@@ -1,8 +1,7 @@
-"""From rewards to advantages, and to padded batches.
+"""From rewards to advantages, and to padded batches (docs/training.md#advantages).
 
-If a group's rewards are equal, all advantages are exactly 0, unless the rule spans groups or tokens have
-their own rewards (`Rollout.rewards`). Nothing is truncated or shifted: position t of a row is token t of its
-sequence, and padding and tokens without loss have mask 0 and weight 0.
+Nothing is truncated or shifted: position t of a row is token t of its sequence, and padding and tokens
+without loss have mask 0 and weight 0.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Baseline = Literal["group_mean", "leave_one_out", "running_mean", "sample_mean",
 Scale = Literal["none", "group_deviation", "group_mean", "batch_deviation", "running_deviation"]
 
 PAST_BASELINES = ("running_mean", "sample_mean")
-"""Baselines from rewards outside of the group."""
+"""Baselines from rewards outside the group."""
 
 
 class Moments(msgspec.Struct, frozen=True):
@@ -54,19 +53,19 @@ class Moments(msgspec.Struct, frozen=True):
 
     @property
     def deviation(self) -> float:
-        """The sample standard deviation; 1 if all rewards are equal."""
+        """1 if all rewards are equal."""
         return math.sqrt(self.squares / (self.count - 1)) if self.squares > 0 else 1.0
 
 
-# The mean remembers about 1 / (1 - MEMORY) groups: the shortest memory of SPO's tracker.
+# The mean remembers about 1 / (1 - MEMORY) groups, like SPO's tracker at its shortest.
 MEMORY = 0.875
 
 
 class SampleMean(msgspec.Struct, frozen=True, array_like=True):
-    """The mean reward of a sample's episodes, in which a group counts `MEMORY` times as much as the next.
+    """A sample's mean reward, in which a group counts `MEMORY` times as much as the next.
 
-    With rewards of 0 and 1 this is SPO's value tracker with a constant rho and without prior counts (Xu and
-    Ding 2025, "Single-stream Policy Optimization", arXiv:2509.13232).
+    With rewards of 0 and 1 this is SPO's value tracker (Xu and Ding 2025, arXiv:2509.13232) with a constant
+    rho and without prior counts.
     """
 
     total: float = 0.0
@@ -82,28 +81,26 @@ class SampleMean(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class AdvantageRule:
-    """Advantage = (r - baseline) / scale, for the rewards r of a group of G episodes."""
+    """Advantage = (r - baseline) / scale, for the rewards r of G episodes (papers: docs/recipes.md)."""
 
     baseline: Baseline = "group_mean"
-    """`group_mean`: the mean of r (Liu et al. 2025, "Understanding R1-Zero-Like Training"). `leave_one_out`:
-    the mean of the other G - 1 rewards (Ahmadian et al. 2024, "Back to Basics"). `running_mean` and
+    """`group_mean`: the mean of r. `leave_one_out`: the mean of the other G - 1 rewards. `running_mean` and
     `sample_mean`: `RolloutGroup.past`. `none`: 0.
     """
 
     scale: Scale = "none"
-    """`group_deviation`: the sample standard deviation of r (Shao et al. 2024, "DeepSeekMath"). `group_mean`:
-    the mean of r (Tajwar et al. 2026, "Maximum Likelihood Reinforcement Learning"). `running_deviation`:
-    `RolloutGroup.past`. `batch_deviation`: 1, because `whitened` divides later.
+    """`group_deviation`: the sample standard deviation of r. `group_mean`: the mean of r.
+    `running_deviation`: `RolloutGroup.past`. `batch_deviation`: 1, because `whitened` divides later.
     """
 
     pass_k: int = 1
     """Above 1, r is an episode's mean best reward over all sets of this many episodes that include it.
-    Baseline and deviation are then also of the sets' best rewards (Chen et al. 2025, "Pass@k Training").
+    Baseline and deviation are then also of the sets' best rewards.
     """
 
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
-    """GDPO: weights by score name. The advantage is the weighted sum of the scores' advantages, each divided
-    by its sample deviation (Liu et al. 2026, arXiv:2601.05242).
+    """Weights by score name. The advantage is the weighted sum of the scores' advantages, each divided by its
+    sample deviation (GDPO).
     """
 
     @property
@@ -116,7 +113,7 @@ class AdvantageRule:
         return self.baseline in PAST_BASELINES or self.scale == "running_deviation"
 
     def baselines(self, rewards: Sequence[float], past: Past | None = None) -> Doubles:
-        """float64 [G]. Raises ValueError for `leave_one_out` with a single episode."""
+        """float64 [G]. Raises ValueError for `leave_one_out` of a single episode."""
         r = np.asarray(rewards, dtype=np.float64)
         if self.baseline == "none":
             return np.zeros(len(r))
@@ -147,7 +144,6 @@ class AdvantageRule:
         return above / self.divisor(rewards, past)
 
     def _of_sets(self, rewards: Doubles) -> Doubles:
-        """For `pass_k` above 1. Raises ValueError for a smaller group."""
         size, k = len(rewards), self.pass_k
         if size < k:
             raise ValueError(f"pass_k: {k} needs a group of {k} episodes or more, got {size}")
@@ -190,7 +186,7 @@ class WeightedRollout:
     """float32 [T]: 0 without loss (`Rollout.loss_mask`)."""
 
     reference: FloatArray | None = None
-    """float32 [T]: log probabilities to compare the policy's with; None: the sampler's."""
+    """float32 [T]: logprobs to compare the policy's with; None: the sampler's."""
 
     @classmethod
     def uniform(cls, rollout: Rollout, advantage: float) -> WeightedRollout:
@@ -215,10 +211,9 @@ class RolloutGroup:
     group_id: str
     episodes: tuple[EpisodeRollouts, ...]
     past: Past | None = None
-    """For rules that use more than the group's rewards."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a reward above 1e6 in magnitude (`errors.MAX_REWARD`)."""
+        """Raises ValueError for a reward above `errors.MAX_REWARD` in magnitude."""
         for episode in self.episodes:
             if not abs(episode.reward) <= MAX_REWARD:
                 raise ValueError(
@@ -240,10 +235,8 @@ class RolloutGroup:
         return [episode.scores[name] for episode in self.episodes]
 
     def weighted(self, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
-        """Yield every sequence with its tokens' advantages.
-
-        A token's advantage is its return (`Rollout.returns`, or the episode's reward) minus its episode's
-        baseline, divided by the group's scale.
+        """Yield every sequence with its tokens' advantages: their returns (`Rollout.returns`, or the
+        episode's reward) minus the episode's baseline, divided by the group's scale.
         """
         baselines = rule.baselines(self.rewards, self.past)
         divisor = rule.divisor(self.rewards, self.past)
@@ -275,7 +268,7 @@ class RolloutBatch:
 
 def whitened(batch: Sequence[WeightedRollout]) -> list[WeightedRollout]:
     """Normalize advantages to mean 0 and sample deviation 1 over all tokens with loss (Hu et al. 2025,
-    "REINFORCE++"), unless all are equal.
+    arXiv:2501.03262), unless all are equal.
     """
     every = np.concatenate([item.advantages[item.rollout.loss_mask] for item in batch]).astype(np.float64)
     if len(every) < 2 or every.max() == every.min():
@@ -315,13 +308,13 @@ class TrainingBatch:
     """float32 [B, T]: mask times advantage."""
 
     policy_logprobs: FloatArray
-    """float32 [B, T]: the sampler's log probability; 0 where no token was sampled."""
+    """float32 [B, T]: the sampler's; 0 where no token was sampled."""
 
     lengths: npt.NDArray[np.int32]
     """int32 [B]"""
 
     rollouts: tuple[WeightedRollout, ...]
-    """[B]: source of each row."""
+    """[B]"""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -384,10 +377,7 @@ def evenly(rollout: Rollout, reward: float) -> FloatArray:
 
 
 def discounted(rollout: Rollout, reward: float, discount: float) -> FloatArray:
-    """Give each sampled token `discount` times the share of the next one.
-
-    Raises ValueError for a discount outside (0, 1].
-    """
+    """Give each sampled token `discount` times the next one's share. Raises ValueError outside (0, 1]."""
     if not 0 < discount <= 1:
         raise ValueError(f"a discount must be above 0 and at most 1, got {discount}")
     weights = discount ** np.arange(int(rollout.sampled.sum()) - 1, -1, -1, dtype=np.float64)
@@ -395,10 +385,7 @@ def discounted(rollout: Rollout, reward: float, discount: float) -> FloatArray:
 
 
 def by_call(rollout: Rollout, rewards: Sequence[float]) -> FloatArray:
-    """Put each call's reward on its last sampled token.
-
-    Raises ValueError unless there is one reward per call.
-    """
+    """Put each call's reward on its last sampled token. Raises ValueError unless each call has one."""
     if len(rewards) != len(rollout.segments):
         raise ValueError(f"{len(rewards)} rewards for {len(rollout.segments)} calls")
     shares = np.zeros(len(rollout.tokens), dtype=np.float32)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
-# Weights that the trainer never published. Their samples do not train.
+# Weights that the trainer never published, which never train.
 FOREIGN_POLICY = -1
 
 # Bytes per token; DeepSeek V3 has 928.
@@ -30,9 +30,7 @@ StopReason = Literal["stop", "length"]
 """`stop`: the last sampled token ended the turn. `length`: the token limit did."""
 
 LogprobKind = Literal["processed", "raw", "unknown"]
-"""`processed`: after temperature, before top-p and top-k. `raw`: at temperature 1, whatever the sampling
-temperature.
-"""
+"""`processed`: after temperature, before top-p and top-k. `raw`: at temperature 1."""
 
 
 class TokenConstraint(IntEnum):
@@ -48,8 +46,8 @@ class TokenConstraint(IntEnum):
 
 
 MatchedBy = Literal["ids", "equality"]
-"""How a call's parent was found. `ids`: the request's last assistant message has the id and content of our
-reply. `equality`: by message content alone.
+"""`ids`: the request's last assistant message has the id and content of our reply. `equality`: a call was
+found by message content alone.
 """
 
 
@@ -82,8 +80,6 @@ def unpack_logprobs(data: bytes) -> FloatArray:
 
 
 class PlacedImage(NamedTuple):
-    """An image in a prompt, or in a part of a prompt."""
-
     start: int
     """Index of its first placeholder id."""
 
@@ -96,7 +92,7 @@ def moved_images(images: Iterable[PlacedImage], by: int) -> list[PlacedImage]:
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One model call, exactly as sampled. Encoded as an array, without field names."""
+    """One model call, exactly as sampled. Encoded as an array."""
 
     call_id: str
     parent_id: str | None
@@ -118,7 +114,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
-    """Minimum probability, as a share of the most probable token's. 0: off."""
+    """Share of the most probable token's probability below which none is sampled. 0: off."""
 
     repetition_penalty: float = 1.0
     """Divisor of the logits of tokens that already occurred. 1: off."""
@@ -134,29 +130,29 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """
 
     ids_from: str = "sampler"
-    """Source of `sampled`: the sampler, or a field of a server's reply (`inference_ctx.IdsSource`)."""
+    """Source of `sampled` (`inference_ctx.IdsSource`)."""
 
     prompt_from: Literal["server", "client"] = "server"
-    """Who rendered the prompt. A client's ids may differ from the server's."""
+    """Who rendered the prompt; a client's ids may differ from the server's."""
 
     tokenizer: str = ""
-    """`vocabulary_fingerprint` of the prompt's tokenizer; empty if unknown."""
+    """`vocabulary_fingerprint` of the prompt's tokenizer, if known."""
 
     fork_reason: str | None = None
     """Why this prompt unexpectedly does not extend an earlier call."""
 
     messages: str = "[]"
-    """JSON list of the prompt's new messages. Empty in later choices of a request (`with_messages`)."""
+    """JSON list of the prompt's new messages; empty in later choices of a request."""
 
     reply: str = "{}"
     tools: str = "[]"
-    """JSON list of a new prompt's tools, which later calls share. Empty where `messages` is."""
+    """JSON list of a new prompt's tools. Empty where `messages` is."""
 
     created: int = 0
     """Unix time of the request in seconds; 0 without a gateway."""
 
     idempotency_key: str = ""
-    """The request's `Idempotency-Key`: a retry gets this reply, even after a restart."""
+    """A retry with the request's `Idempotency-Key` gets this reply, even after a restart."""
 
     request_digest: str = ""
     ignored: list[str] = []
@@ -173,13 +169,13 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     spans: list[tuple[int, int]] = []
     """(policy version, index of its first id), in order, if weights changed during the call. Empty:
-    `policy_version` sampled everything, or the changes are unknown.
+    `policy_version` sampled everything, or it is unknown.
     """
 
     experts: bytes = b""
     """A mixture's experts, for each id of `new_prompt` and `sampled`: the routers' choices at the position
-    before it. Ids [layers, k] in order of computation, uint8 (int16 from 256 experts on), all bits set where
-    unknown. Empty: not recorded.
+    before it. Ids [layers, k], uint8 (int16 from 256 experts on), all bits set where unknown. Empty: not
+    recorded.
     """
 
     images: list[PlacedImage] = []
@@ -256,16 +252,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Prompts(Mapping[str, bytes]):
-    """Full prompts by call id, as int32 bytes, built when looked up in O(prompt).
-
-    Calls therefore need memory for their own tokens only.
-    """
+    """Full prompts by call id, as int32 bytes, built when looked up in O(prompt), to save memory."""
 
     def __init__(self, calls: Iterable[Call]) -> None:
-        """`calls` must list parents before children.
-
-        Raises ValueError for a missing parent or a duplicate call id.
-        """
+        """`calls` list parents before children. Raises ValueError for missing parents and duplicate ids."""
         self._calls: dict[str, Call] = {}
         for call in calls:
             if call.parent_id is not None and call.parent_id not in self._calls:
@@ -296,7 +286,7 @@ def utf8_size(text: str) -> int:
 
 
 def with_messages(calls: Iterable[Call]) -> list[Call]:
-    """Return `calls`, oldest first, with the request's messages and tools in all its choices."""
+    """Return `calls`, oldest first, with the messages and tools of each request in all its choices."""
     whole = list[Call]()
     for call in calls:
         if not call.messages and whole:  # A request's choices are consecutive.
@@ -315,10 +305,7 @@ def full_prompts(calls: Iterable[Call]) -> Prompts:
 
 
 def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Messages of the last call and the calls it extends, with its reply, in OpenAI's format.
-
-    Empty for raw prompts.
-    """
+    """Messages of the last call and the calls it extends, with its reply, in OpenAI's format."""
     calls = with_messages(calls)
     by_id = {call.call_id: call for call in calls}
     chain: list[Call] = []
@@ -336,7 +323,7 @@ def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def _with_parts(message: dict[str, Any], images: Iterator[PlacedImage]) -> dict[str, Any]:
-    """Add the files of the message's images, the next of `images`."""
+    """Add the message's images, the next of `images`."""
     content, begin = message["content"], 0
     parts: list[dict[str, Any]] = []
     for image in message.pop("images", ()):

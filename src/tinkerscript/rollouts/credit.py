@@ -1,9 +1,7 @@
-"""`Credit`: each model call's share of an episode's reward, and its baseline.
+"""`Credit`: each model call's share of an episode's reward, and its baseline (docs/rewards.md).
 
-Calls 1, ..., T have rewards (`EpisodeRollouts.call_rewards`). The return of call t is r_t + g r_(t+1) + g^2
-r_(t+2) + ... with the discount g.
-
-Invariant: without rewards of calls and with discount 1, `turn` equals `RolloutGroup.weighted` bit for bit.
+An episode has T calls. Invariant: without rewards of calls and with discount 1, `turn` equals
+`RolloutGroup.weighted` bit for bit.
 """
 
 from __future__ import annotations
@@ -31,9 +29,7 @@ CreditLevel = Literal["episode", "turn", "state"]
 @dataclass(frozen=True, slots=True)
 class Credit:
     level: CreditLevel = "turn"
-    """`episode`: all tokens have the episode's advantage. `turn`: a call's return, compared with the group's
-    at the same turn. `state`: the episode's advantage, plus a call's return compared with calls that saw the
-    same observation (Feng et al. 2025, "GiGPO", arXiv:2505.10978).
+    """docs/rewards.md#the-advantage-of-a-call defines each level.
     """
 
     discount: float = 1.0
@@ -78,7 +74,7 @@ class Credit:
         return found
 
     def _is_of_episodes(self, group: RolloutGroup, rule: AdvantageRule) -> bool:
-        # Pass@k, named scores and other episodes' means are defined only for whole episodes.
+        # Pass@k, named scores and other episodes' means are of whole episodes.
         if self.level == "episode" or rule.pass_k > 1 or rule.weights or rule.baseline in PAST_BASELINES:
             return True
         has_own = any(episode.call_rewards for episode in group.episodes)

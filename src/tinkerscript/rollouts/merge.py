@@ -1,8 +1,6 @@
-"""`merge_calls`: calls -> training sequences, by exact token prefix.
+"""`merge_calls`: calls -> training sequences, by exact token prefix (docs/tokens.md).
 
-A call extends the open sequence that is a full prefix of its prompt, or else opens a new one, which records
-where it forks. Sequences are found by (length, last ids) and one comparison. A call costs only its new
-tokens.
+Sequences are found by (length, last ids) and one comparison, so a call costs only its new tokens.
 """
 
 from __future__ import annotations
@@ -68,13 +66,13 @@ class _Sequence:
 
 
 class _Stream(NamedTuple):
-    """Ids as int32 bytes: `base` up to `length`, then `tail`."""
+    """int32 bytes: `base` up to `length`, then `tail`."""
 
     base: _Sequence | None
     length: int
     tail: bytes
     images: list[PlacedImage]
-    """Images of all ids. They are compared because two images have the same ids."""
+    """Compared because two images have the same ids."""
 
     @property
     def size(self) -> int:
@@ -106,7 +104,7 @@ class _OpenSequences:
         self.all: list[_Sequence] = []
         self._index: dict[Key, list[_Sequence]] = {}
         self._lengths: list[int] = []
-        """Sorted, one entry per indexed sequence."""
+        """Sorted, one per indexed sequence."""
 
         self._newest: deque[_Sequence] = deque(maxlen=FORK_CANDIDATES)
 
@@ -157,8 +155,8 @@ def merge_calls(
 ) -> tuple[Rollout, ...]:
     """Merge calls into sequences that hold every sampled token once, after its own prefix.
 
-    `calls` list parents before children. Only calls of `role` (default: the policy) that sampled something
-    count. `trains_constrained`: tokens that a grammar constrained carry loss. Raises ValueError for a missing
+    `calls` list parents before children. Only calls of `role` (default: the policy) count.
+    `trains_constrained`: tokens that a grammar constrained carry loss. Raises ValueError for a missing
     parent.
     """
     sequences = _OpenSequences()
@@ -182,7 +180,7 @@ def merge_calls(
 
 
 def _experts(segments: Sequence[Segment], length: int, calls: Mapping[str, Call]) -> ByteArray | None:
-    """Build `Rollout.experts`. Before a fork, the parents' calls recorded them."""
+    """Before a fork, the parents' calls recorded `Rollout.experts`."""
     widths = {len(call.experts) // call.new_tokens for call in calls.values() if call.experts}
     if not widths:
         return None
@@ -214,7 +212,7 @@ def _prompt(call: Call, streams: dict[str, _Stream]) -> _Stream:
 
 
 def _shared_images(ours: list[PlacedImage], theirs: list[PlacedImage], shared: int) -> int:
-    """Cut `shared` ids before the first placeholder of an image that the other lacks there."""
+    """Cut `shared` ids before the first image that the other lacks there."""
     differing = [pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1]]
     return min([shared, *(image.start for pair in differing for image in pair if image)])
 

@@ -1,18 +1,7 @@
 """Groups of rollouts as a table: one row per training sequence, in Parquet or Arrow.
 
-    group, group_id                         the group's index in the table, and its name
-    episode, episode_uuid, episode_reward   the episode's index in the group, its name, and its reward
-    metadata                                the episode's metadata as JSON
-    env_name, env_example_id                the problem's source
-    tokens, sampled, loss_mask, logprobs    lists [T], as in `Rollout`
-    rewards, shaped, sequence_reward        list [T], bool and float64, as in `Rollout`
-    parent, fork                            the earlier sequence it forks from, and after how many tokens
-    segments                                {start, end, call}: a call's span, and its index in the episode
-    images                                  {start, file}: the first placeholder of an image, and its file
-    calls                                   the episode's calls as msgpack, on its first row only
-
-An episode without sequences has one row without tokens, since its reward counts in its group. Needs
-`tinkerscript[datasets]`. `datasets.Dataset.from_parquet(path)` gives a Hugging Face dataset, and
+docs/rollouts.md#parquet describes the columns. Needs `tinkerscript[datasets]`.
+`datasets.Dataset.from_parquet(path)` gives a Hugging Face dataset, and
 `from_table(dataset.with_format("arrow")[:])` reads it.
 """
 
@@ -50,8 +39,8 @@ Row = Mapping[str, Any]
 def write_parquet(path: str | Path, groups: Iterable[RolloutGroup]) -> int:
     """Write groups to a Parquet file. Returns the number of rows.
 
-    Raises ConversionError for a rollout that must not train or would not read back equal. If writing fails,
-    an existing file stays as it was.
+    Raises ConversionError for a rollout that must not train or would not read back equal. A failure leaves an
+    existing file as it was.
     """
     arrow, parquet = _pyarrow()
     schema, rows, number = _schema(), _rows(groups), 0
@@ -70,7 +59,7 @@ def write_parquet(path: str | Path, groups: Iterable[RolloutGroup]) -> int:
 def read_parquet(path: str | Path) -> Iterator[RolloutGroup]:
     """Read the groups of a `write_parquet` file in order, about one row group at a time.
 
-    Raises ConversionError for a file with different columns.
+    Raises ConversionError for different columns.
     """
     _, parquet = _pyarrow()
     with parquet.ParquetFile(path) as file:

@@ -28,7 +28,7 @@ class Segment:
 
     @property
     def versions(self) -> list[tuple[int, slice]]:
-        """Return policy versions and their spans. If spans are unknown, the oldest version has all."""
+        """Return policy versions and their spans. If these are unknown, the oldest version has all."""
         spans = self.call.spans or [(min(self.call.policy_versions), 0)]
         ends = [*(first for _, first in spans[1:]), self.end - self.start]
         return [
@@ -39,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One training sequence of T tokens, as the model saw them. Position t of any array is about token t."""
+    """One training sequence. Position t of any array is about token t, as the model saw it."""
 
     episode_uuid: str
     tokens: IntArray
@@ -49,20 +49,18 @@ class Rollout:
     """bool [T]: True where the policy sampled the token."""
 
     loss_mask: BoolArray
-    """bool [T]: True where the token carries loss: sampled tokens, usually without those that a grammar
-    constrained.
-    """
+    """bool [T]: True where the token carries loss: usually all sampled tokens that no grammar constrained."""
 
     logprobs: FloatArray
-    """float32 [T]: the sampler's log probability; 0 where `sampled` is False."""
+    """float32 [T]: the sampler's; 0 where `sampled` is False."""
 
     segments: tuple[Segment, ...]
-    """The sequence's calls, in order. Their spans are exactly the sampled tokens."""
+    """Their spans are exactly the sampled tokens, in order."""
 
     env_name: str = ""
     env_example_id: str = ""
     episode_reward: float = float("nan")
-    """NaN if only the episode has it."""
+    """NaN if the episode has it."""
 
     rewards: FloatArray | None = None
     """float32 [T]: reward per token, 0 where none was sampled."""
@@ -77,9 +75,7 @@ class Rollout:
     """Number of leading tokens shared with it."""
 
     experts: ByteArray | None = None
-    """uint8 [T, bytes]: experts that a mixture's routers chose at the position before the token, as in
-    `Call.experts`. None: not recorded. 0 bytes: recorded by different models.
-    """
+    """uint8 [T, bytes], as in `Call.experts`. None: not recorded. 0 bytes: recorded by different models."""
 
     images: tuple[PlacedImage, ...] = ()
 
@@ -101,7 +97,6 @@ class Rollout:
 
     @property
     def prompt_length(self) -> int:
-        """P: tokens before the first sampled one."""
         return self.segments[0].start
 
     @property
@@ -111,7 +106,7 @@ class Rollout:
 
     @property
     def response_tokens(self) -> IntArray:
-        """int32 [R]: everything after the first prompt, of which `response_mask` was sampled."""
+        """int32 [R]: everything after the first prompt."""
         return self.tokens[self.prompt_length :]
 
     @property
@@ -157,9 +152,9 @@ class Rollout:
     ) -> Rollout:
         """Return a copy with its reward.
 
-        A number is the reward of the episode and of every sampled token. A sequence has a reward for each of
-        the R response tokens; they sum to the episode's. Raises ValueError for a wrong length, a magnitude
-        above 1e6 (`errors.MAX_REWARD`), or a reward on a token that was not sampled.
+        A number is the reward of the episode and of every sampled token. A sequence has a share for each of
+        the R response tokens, which sum to the episode's. Raises ValueError for a wrong length, a magnitude
+        above `errors.MAX_REWARD`, or a reward on a token that was not sampled.
         """
         rewards = np.zeros(len(self.tokens), dtype=np.float32)
         shares = _as_numbers(reward)
@@ -191,7 +186,7 @@ class Rollout:
 
 
 def _as_numbers(reward: object) -> npt.NDArray[np.float64]:
-    # NumPy cannot convert a torch scalar on another device or with a gradient.
+    # NumPy cannot convert every torch scalar.
     reward = getattr(reward, "tolist", lambda: reward)()
     try:
         numbers = np.asarray(reward)
@@ -220,10 +215,7 @@ class EpisodeRollouts:
 
     @classmethod
     def of(cls, rollouts: Sequence[Rollout]) -> EpisodeRollouts:
-        """Build an episode from rewarded sequences.
-
-        Raises ValueError unless all have the same episode uuid and reward.
-        """
+        """Raises ValueError unless all have the same episode uuid and reward."""
         found = {(rollout.episode_uuid, rollout.episode_reward) for rollout in rollouts}
         if len(found) != 1:
             raise ValueError(f"one episode has one uuid and one reward, got {sorted(found)}")

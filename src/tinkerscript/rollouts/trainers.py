@@ -1,8 +1,7 @@
-"""Rollouts in the formats of other trainers: Tinker, verl and TRL.
+"""Rollouts in the formats of other trainers: Tinker, verl and TRL (docs/rollouts.md#converters).
 
-If a format cannot hold something that a rollout has (`TRAITS`), its converter raises ConversionError with the
-trait's name, unless the caller accepts the loss (`allow`). A sequence that fails the alignment check is never
-converted.
+If a format cannot hold something that a rollout has (`TRAITS`), its converter raises ConversionError, unless
+the caller accepts the loss (`allow`). A sequence with an alignment error is never converted.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tinkerscript.rollouts.rollout import ByteArray, EpisodeRollouts, Rollout
 if TYPE_CHECKING:
     import tinker
 
-# They affect the gradient, and a format may be unable to hold them.
+# Properties that affect the gradient and that a format may be unable to hold.
 TRAITS: Mapping[str, str] = {
     "several_sequences": "an episode of several sequences, whose reward must count once",
     "token_rewards": "token rewards that are shares of the episode's reward",
@@ -92,9 +91,8 @@ def to_datum(weighted: WeightedRollout, *, allow: Collection[str] = ()) -> tinke
 
 
 def to_training_datum(weighted: WeightedRollout, **more: Numbers) -> tinker.Datum:
-    """Convert a rollout that passed the alignment check to a Datum for a policy-gradient loss.
-
-    `more`, here and below: further inputs of the loss, float32 [T] each, or `packed_experts`.
+    """Convert a rollout that passed the alignment check. `more`, here and below: further inputs of the loss,
+    float32 [T] each, or `packed_experts`.
     """
     rollout = weighted.rollout
     reference = rollout.logprobs if weighted.reference is None else weighted.reference
@@ -102,15 +100,12 @@ def to_training_datum(weighted: WeightedRollout, **more: Numbers) -> tinker.Datu
 
 
 def to_scoring_datum(rollout: Rollout, **more: Numbers) -> tinker.Datum:
-    """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on tokens with loss.
-
-    For `forward`, and for supervised training on samples.
-    """
+    """Convert a rollout to a Datum for `cross_entropy`, with weight 1 on tokens with loss."""
     return _datum(rollout, weights=rollout.loss_mask.astype(np.float32), **more)
 
 
 def packed_experts(rows: ByteArray) -> npt.NDArray[np.int64]:
-    """uint8 [T, bytes] -> int64 [T, bytes / 8, rounded up]. Tinker's tensors have no bytes."""
+    """uint8 [T, bytes] -> int64 [T, bytes / 8, rounded up]: Tinker's tensors have no bytes."""
     padding = np.zeros((len(rows), -rows.shape[1] % 8), np.uint8)
     return np.hstack([rows, padding]).view("<i8")
 
@@ -170,13 +165,12 @@ def to_verl(
     response_length: int | None = None,
     allow: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Convert a batch of B episodes for `DataProto.from_single_dict`. P and R are the given lengths, or the
-    longest.
+    """Convert a batch of B episodes for `DataProto.from_single_dict`. P and R are the given or longest
+    lengths.
 
     Tensors: prompts int64 [B, P], left-padded; responses, response_mask int64 and rollout_log_probs,
     rm_scores float32 [B, R], right-padded; input_ids, attention_mask, position_ids int64 [B, P + R]. `uid` is
-    an object array [B] of group ids. `rm_scores` has the episode's reward at the last token with loss, or
-    each token's share. Raises ConversionError, also for a prompt or response that is too long.
+    an object array [B] of group ids. Raises ConversionError, also for a prompt or response that is too long.
     """
     import torch  # noqa: PLC0415 (optional dependency)
 

@@ -1,7 +1,6 @@
 """Convert request bodies and replies from and to the SDK's types.
 
-Clients that accept protobuf (SDK 0.24 and later) get samples and losses in it, others JSON. Errors contain a
-field's path, such as `data[3].loss_fn_inputs.weights`.
+Clients that accept protobuf (SDK 0.24 and later) get samples and losses in it, others JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _NUMPY_TYPES: dict[int, tuple[tinker.types.TensorDtype, type[np.generic]]] = {
 
 
 def read_json(model: type[M], body: bytes) -> M:
-    """Raises WireError 422 with the field and the value."""
+    """Raises WireError 422 with the field's path and value."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -61,7 +60,7 @@ class ForwardBackwardCall:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackwardCall:
-    """Raises EngineRequestError with the field."""
+    """Raises EngineRequestError with the field's path."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)

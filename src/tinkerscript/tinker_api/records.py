@@ -1,7 +1,7 @@
 """Sessions with their runs and samplers, and checkpoints, all on disk.
 
-Clients that outlive the server can keep sampling from checkpoints. A checkpoint is a Hugging Face folder with
-a `NOTE`, at `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`.
+A checkpoint is a Hugging Face folder with a `NOTE`, at `tinker://RUN/weights/NAME` or
+`tinker://RUN/sampler_weights/NAME`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Sessions:
         return session
 
     def active(self, session_id: str) -> ClientSession:
-        """Return an active session and count a heartbeat. Raises WireError 410 or 404."""
+        """Count a heartbeat. Raises WireError 410 or 404."""
         session = self.get(session_id)
         if session.finished is not None:
             raise WireError(410, f"session_id: the session {session_id} has ended ({session.finished})")

@@ -1,10 +1,7 @@
 """The state that all endpoints share (`WireState`), and limits on its memory.
 
-A client starts a request and fetches its result later (`Futures`). If a reply is lost, it repeats the request
-and gets the same future.
-
-Samplers over the same weights share a copy. The least recently used copies are evicted and reloaded when
-needed; unsaved ones are lost.
+A client that lost the reply repeats its request and gets the same future. Samplers over the same weights
+share a copy, and the least recently used copies are reloaded when needed; unsaved ones are lost.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class WireLimits:
     runs: int = 8
-    """Runs in memory, each with an adapter or weights, gradients and moments."""
+    """Runs in memory."""
 
     samplers: int = 32
     waiting_samples: int = 8192
@@ -68,7 +65,7 @@ class Pending:
 
 
 class Futures:
-    """An instance belongs to one event loop."""
+    """Belongs to one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -98,7 +95,7 @@ class Futures:
         session_id: str,
         samples: int = 0,
     ) -> str:
-        """Start `work` unless the key is known, and return its id. Work starts in the order of the calls."""
+        """Start `work` unless the key is known, in the order of the calls. Returns its id."""
         self._sweep()
         found = self._ids.get(key)
         if found is not None:
@@ -197,7 +194,7 @@ class WireState:
         raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
 
     def checkpoint(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Return a checkpoint. Raises WireError 404, or 400 if the engine cannot load its kind."""
+        """Raises WireError 404, or 400 if the engine cannot load its kind."""
         found = self.checkpoints.find(path, field=field)
         if (found.lora_config is not None) == self.engine.is_lora:
             return found
@@ -213,7 +210,7 @@ class WireState:
         )
 
     def run(self, model_id: str) -> Run:
-        """Return a run in memory and count a heartbeat. Raises WireError 404 or 410."""
+        """Count a heartbeat of the run. Raises WireError 404 or 410."""
         if model_id in self.runs:
             self.sessions.active(self.runs[model_id].session_id)
             return self.runs[model_id]

@@ -46,10 +46,9 @@ TINKER_LOSSES = {
 """The inputs in Tinker's documentation of each `loss_fn`."""
 
 STABLE_REINFORCE = {"clip_low_threshold": 0.0, "clip_high_threshold": 2.0}
-"""`cispo` parameters for `stable_reinforce`, for which Tinker publishes no formula.
+"""`cispo` parameters for `stable_reinforce`: REINFORCE with truncated importance sampling (Yao et al. 2025).
 
-This is REINFORCE with truncated importance sampling (Yao et al. 2025): -sg(min(ratio, 2)) * advantage *
-logprob. From the sampler it only needs the datum's `logprobs`.
+Tinker publishes no formula for it (docs/tinker.md#the-server).
 """
 
 DEFAULT_RANK = 32  # The SDK's default.

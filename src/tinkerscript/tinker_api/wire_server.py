@@ -1,10 +1,7 @@
 """The Tinker server: its endpoint table, ASGI application, and process.
 
-Errors are `{"detail": message}`. To the SDK, status 400, 404, 410 and 422 are final, 408 and 429 mean "try
-again later", and 5xx is the server's fault.
-
-All requests but the health check need an `X-API-Key` header, because another site's page cannot send it
-unasked.
+Errors are `{"detail": message}`; docs/tinker.md#the-server says how the SDK acts on each status. All requests
+but the health check need an `X-API-Key` header, which another site's page cannot send.
 """
 
 from __future__ import annotations

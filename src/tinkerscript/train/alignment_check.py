@@ -1,7 +1,7 @@
 """`AlignmentCheck`: decides which sequences of a step may train, and whether the step may happen.
 
-Off-policy samples (lag above 0) should differ from the trainer: they stop nothing, unless their logprobs
-belong to other tokens.
+Off-policy samples should differ from the trainer, so they stop a step only if their logprobs belong to other
+tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class TrainedModel:
     retokenise: Callable[[IntArray], Sequence[int]] | None = None
     is_embedded: bool = True
     scales_logits: bool = True
-    """Whether tokens are scored at their sampling temperatures."""
 
     routing: Routing | None = None
 
@@ -176,7 +175,7 @@ class AlignmentCheck:
         return self._config.max_mean_dlogp
 
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
-        """Add the gaps to the report by lag. Returns the gap at lag 0."""
+        """Report the gaps by lag. Returns the gap at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
         compared = rollout.sampled.copy()
         for segment in rollout.segments:
@@ -217,7 +216,6 @@ class AlignmentCheck:
         return diagnose(pairs, threshold=self._limit, retokenise=self._model.retokenise)
 
     def _judge(self, mean: float, pairs: Sequence[Pair], apart: Sequence[Pair], step: int) -> None:
-        """`pairs`: calls of sequences above the limit; `apart`: calls with a pattern."""
         finding = self._diagnose(pairs if mean > self._limit else apart)
         if finding:
             self._misaligned(finding, step)

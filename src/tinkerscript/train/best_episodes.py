@@ -1,7 +1,7 @@
 """`load_episodes`: a run's best episodes, or pairs of episodes, as training data.
 
-Tokens and prompts are as sampled, and no sequence with an error trains (`rollouts.alignment.checks`).
-Temperature 0 is fine, because its logprobs are not used.
+No sequence with an error trains (`rollouts.alignment.checks`). Temperature 0 is fine, because logprobs are
+not used.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 
 def load_episodes(config: RunConfig, model: Path) -> Chats:
-    """`model`: folder of the model that trains.
-
-    Raises ConfigError if the folder has no ledger, the tokenizers differ, or no episode beats the others.
-    """
+    """Raises ConfigError without a ledger, for another tokenizer, or if no episode beats the others."""
     sft = config.sft
     run, longest = Path(sft.data).expanduser(), context_of(model)
     _check_model(run, model)
@@ -73,7 +70,7 @@ def _may_train(episode: EpisodeRollouts) -> bool:
     except ConversionError:
         return False
     if any(rollout.images for rollout in episode.rollouts):
-        return False  # Only their placeholders would train.
+        return False  # Only placeholders would train.
     return any(rollout.loss_mask.any() for rollout in episode.rollouts)
 
 
@@ -92,7 +89,7 @@ def _tokens(example: SupervisedExample) -> Hashable:
 
 
 def pairs(group: Sequence[EpisodeRollouts], number: int) -> Iterator[tuple[EpisodeRollouts, EpisodeRollouts]]:
-    """Best with worst, second best with second worst, and so on: at most `number`."""
+    """Best with worst, second best with second worst, and so on."""
     ranked = _ranked(group)
     for better, worse in zip(ranked[:number], reversed(ranked), strict=False):
         if better.reward > worse.reward:

@@ -1,7 +1,7 @@
 """`Chats`, which `method: sft` trains on or holds out.
 
-No chat is truncated, and none both trains and is held out. Each reply follows the prompt that the gateway
-would give. Selection and order depend on the seed.
+No chat is truncated, and none both trains and is held out. Replies follow the prompts that the gateway would
+give. Selection and order depend on the seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.model_folder import context_of
 
 Datums = list[tinker.Datum]
-"""Several for one chat if the format rewrites earlier turns."""
+"""One chat becomes several if the format rewrites earlier turns."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class SupervisedExample:
 
     @property
     def origins(self) -> list[dict[str, str]]:
-        """For each of `datums`: `chosen` or `rejected` -> episode uuid. Empty for a chat."""
+        """`chosen` or `rejected` -> episode uuid, for each of `datums`. Empty for a chat."""
         if not self.episodes:
             return [{}] * len(self.sequences)
         chosen, rejected = {"chosen": self.episodes[0]}, {"rejected": self.episodes[-1]}
@@ -79,7 +79,7 @@ class Chats:
         return 1 + max(datum.model_input.length for datum in every)
 
     def batch(self, step: int) -> list[SupervisedExample]:
-        """Steps count from 1. Each epoch is reshuffled; its last batch may be smaller."""
+        """Steps count from 1. Each epoch is reshuffled."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         order = random.Random(f"{self.seed}/{epoch}").sample(range(len(self.train)), len(self.train))
         chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
@@ -157,7 +157,7 @@ def _read(sft: SftConfig) -> bytes:
 
 def _lines(data: bytes, sft: SftConfig) -> list[tuple[int, str]]:
     try:
-        # splitlines would also split at U+2028 and U+0085, which JSON strings may contain.
+        # splitlines would also split at U+2028 and U+0085, which JSON allows.
         lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"sft.data: cannot read {sft.data}: {error}") from error

@@ -1,6 +1,6 @@
 """`RunCheckpoints`: all weights of a run on disk, and their rows in the ledger.
 
-A checkpoint is complete with its manifest, and counts once its row is committed.
+A checkpoint counts once its manifest is written and its row committed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinkerscript.train.learner import Learner
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 
-# The server may be gone, and then the commit never returns.
+# Without a server, the commit never returns.
 LAST_COMMIT_S = 10.0
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from tinkerscript.trainer_link.messages import (
 BatchRule = Literal["groups", "differing_groups"]
 
 
-# Clients may never fill their groups. Above this size, the oldest is given up.
+# Clients may never fill their groups: above this size, the oldest is given up.
 INCOMPLETE_BYTES = 2**30
 
 HOPELESS_AFTER = 32
@@ -66,7 +66,6 @@ class Group:
         return [outcome for outcome in self.outcomes.values() if isinstance(outcome, EpisodeAccepted)]
 
     def differs(self, *, by_call: bool) -> bool:
-        """Whether rewards (with `by_call` also calls') differ, and so give a gradient."""
         return len({(each.reward_of(""), *(each.earned if by_call else ())) for each in self.accepted}) > 1
 
 
@@ -151,8 +150,8 @@ class Batch:
     def check_success(self, own_clients: str = "") -> None:
         """Raise NoSuccessError if all episodes or the first `HOPELESS_AFTER` failed.
 
-        The latter needs a failure at the run's own clients (uuids from `own_clients`): others may be broken
-        while these start.
+        The latter needs a failure at the run's own clients (uuids from `own_clients`), because others may be
+        broken while these start.
         """
         if any(group.accepted for group in self.groups.values()):
             return
@@ -197,7 +196,7 @@ class Collector:
 
         self._running: dict[str, int] = {}
 
-        # Incomplete groups of clients' samples, oldest first, with their bytes.
+        # Clients' incomplete groups, oldest first, with their bytes.
         self._gathering: dict[str, list[Outcome]] = {}
         self._gathered: Counter[str] = Counter()
 
@@ -214,7 +213,7 @@ class Collector:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """An error is also raised in everything that waits."""
+        """An error reaches everything that waits."""
         judging = set[asyncio.Task[None]]()
         try:
             while True:
@@ -343,7 +342,7 @@ class Collector:
     async def until(
         self, is_met: Callable[[], bool], batch: Batch, more: Callable[[], Awaitable[bool]] | None = None
     ) -> None:
-        """`more` starts groups if there is room, and returns whether it did. Raises NoSuccessError."""
+        """`more` returns whether it started a group. Raises NoSuccessError."""
         with self.progress.phase(batch.label, total=batch.ended + len(batch.leftovers)) as phase:
             seen = 0
             self._tell(batch, at_once=True)

@@ -1,6 +1,6 @@
 """`Curriculum`: skips samples that teach little, by the run's own pass rates (docs/training.md#a-curriculum).
 
-Choices depend only on the seed, the position and earlier steps' groups, so a resumed run repeats them.
+Choices depend only on the seed, the position and earlier groups, so a resumed run repeats them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RETIRED_BELOW = 0.05
 # Share of retired samples to ask, because their rates move.
 REVISIT = 0.1
 
-# Smallest weight of an open sample. At pass rate p it is 4 p (1 - p), the relative variance.
+# Smallest weight of an open sample, which is 4 p (1 - p) at pass rate p.
 LEAST = 0.25
 
 NEWEST_GROUP = 0.5

@@ -1,4 +1,4 @@
-"""Defaults that depend on the model. They need only config.json, so a plan can show them."""
+"""Defaults that depend on the model's config.json (docs/training.md#the-learning-rate)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.model_folder import base_of_adapter, context_of
 
-# Small models tolerate learning rates that ruin larger ones within a few steps.
+# Smaller models tolerate rates that ruin larger ones within a few steps.
 SMALL = 20_000_000
 
 
@@ -25,13 +25,13 @@ class Rates:
     limit: float
 
 
-# tinker_cookbook's `get_lr` for supervised training: this rate at this width.
+# tinker_cookbook's `get_lr` for supervised training has this rate at this width.
 ADAPTER_RATE, ADAPTER_WIDTH = 5e-4, 2000
 
-# `get_lr` scales by (ADAPTER_WIDTH / width) to this power. It has no calibration for other families.
+# `get_lr` scales by (ADAPTER_WIDTH / width) to this power, and knows no other families.
 ADAPTER_EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 
-# Reinforcement learning's share: the cookbook uses 4e-5 for Llama 3.1 8B.
+# With this share, RL gets the cookbook's 4e-5 for Llama 3.1 8B.
 SHARE_OF_RL = 0.14
 
 TOO_HIGH = 20
@@ -46,7 +46,7 @@ ALL_WEIGHTS_SFT = Rates("all weights, supervised", 1e-5, 2e-4)
 
 
 def rates_of(config: RunConfig, model: Path) -> Rates:
-    # DPO ruins a model as fast as RL does; TRL's rate for it is 1e-6 too.
+    # DPO ruins a model as fast as RL does.
     is_supervised = config.method == "sft" and not config.sft.dpo_beta
     if config.engine.backend == "tinker" or config.engine.lora.rank:
         settings = _model_config(model)
@@ -103,7 +103,7 @@ def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
 
 
 def usual_threads(config: RunConfig, model: Path) -> int:
-    """This device's share of the usable cores; 1 for small models and remote engines."""
+    """This device's share of the cores; 1 for small models and remote engines."""
     if config.engine.backend == "tinker" or _is_small(model):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -126,10 +126,8 @@ FLOOR = 0.1
 
 
 def learning_rate(config: TrainingConfig, step: int, *, steps: int) -> float:
-    """The rate of `step`, which counts from 1.
-
-    Step n of the warm-up uses n / (warmup_steps + 1) of the full rate. Then tinker_cookbook's schedule, but
-    never below `FLOOR`.
+    """The rate of `step`, which counts from 1: tinker_cookbook's schedule, after a linear warm-up that starts
+    at 1 / (warmup_steps + 1), and never below `FLOOR`.
     """
     assert config.learning_rate, "a run replaces 0 before it begins (defaults.resolved)"
     warmup = config.warmup_steps

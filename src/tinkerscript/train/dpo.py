@@ -1,8 +1,7 @@
 """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on pairs of episodes.
 
 A pair's loss depends on all its tokens, but an engine's losses are sums over tokens. So each step computes
-log probabilities, then trains with `cross_entropy` weighted by the loss's derivatives, which gives the same
-gradient.
+log probabilities, then trains with `cross_entropy` weighted by the loss's derivatives: the same gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class PairLosses:
     """Implicit rewards: beta times how much further the policy has moved toward the better episode."""
 
     slopes: Doubles
-    """Derivative of the mean loss by the better episode's logprob; negated for the worse one."""
+    """Derivative of the mean loss by the better episode's logprob; the worse one's is its negative."""
 
     @classmethod
     def of(cls, better: Doubles, worse: Doubles, beta: float) -> PairLosses:
@@ -56,7 +55,7 @@ class Dpo:
     async def losses(
         self, pairs: Sequence[SupervisedExample], client: TrainingClient
     ) -> tuple[PairLosses, dict[str, float]]:
-        """Metrics: loss, mean margin, share of margins above 0, and `nll` of the better episodes' tokens."""
+        """The metrics' `nll` is of the better episodes' tokens."""
         datums = [datum for pair in pairs for datum in pair.datums]
         output = await client.forward(datums, "cross_entropy")
         tokens = [_tokens(datum) for datum in datums]

@@ -41,7 +41,7 @@ class EpisodeSource:
         link.set_status(client_samples=client_samples)
 
     async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
-        """Known uuids continue. `step`: the first that can train on them, or the evaluation's."""
+        """Known uuids continue. `step`: the first that can train on them."""
         await self._link.register(
             [
                 NewEpisode(

@@ -1,8 +1,7 @@
 """`Evaluator`: scores policy versions on held-out samples.
 
-An evaluation overlaps with the next steps if the sampler can hold its version, using a share of the workers.
-Each label is evaluated once per run, by one version, even across restarts. Failed episodes are reported next
-to the score, never averaged into it.
+Each label is evaluated once per run, by one version, even across restarts. Failed episodes are never averaged
+into a score (docs/training.md#evaluation).
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class Evaluator:
         await self._begin(f"step-{step}", step, self.config.interim_episodes)
 
     async def after(self, step: int) -> None:
-        """Evaluate the final weights, again if the run was extended, and wait for all evaluations."""
+        """Evaluate the final weights, again if the run was extended."""
         if (done := self.finished.get("after")) and done.step != step:
             del self.finished["after"]
         await self._begin("after", step, self.config.episodes)
@@ -119,7 +118,7 @@ class Evaluator:
         return is_on and step % every == 0 and 0 < step < steps and not is_done
 
     def runs_beside(self, step: int, *, steps: int) -> bool:
-        """Overlapping with later steps requires both weights for resuming."""
+        """Overlap with later steps needs both weights to resume."""
         return self.is_due(step, steps=steps) and self.policy.holds > 0
 
     def needed(self, steps: Collection[int]) -> set[int]:
@@ -148,7 +147,7 @@ class Evaluator:
             for each in awaited:
                 each.is_awaited = True
             await self._start()
-            # A later evaluation may end first, and make room too.
+            # A later evaluation may end first.
             await self.collector.until(lambda: self._unfinished <= at_most, first.batch)
             await self._finish()
         await self._start()
@@ -174,8 +173,8 @@ class Evaluator:
 
     @property
     def _room(self) -> int:
-        # The share of running and of finished episodes, but at least one: fast episodes would exceed a share
-        # of the running ones.
+        # Fast episodes would exceed a share of the running ones, so a share of the finished ones limits them
+        # too.
         share = self.config.share
         at_once = max(1, int(share * self.collector.held.number))
         in_all = 1 + (share / (1 - share) * self.collector.rollouts if share < 1 else math.inf)

@@ -1,7 +1,7 @@
 """`open_frozen_role`: a `frozen` role as a model that samples and scores.
 
-A vLLM server holds it if the role has a `base_url`, else the run's backend. An unreachable server is reported
-and waited for, up to `MAX_WAIT_S`.
+A vLLM server holds it if the role has a `base_url`, else the run's backend. An unreachable server is waited
+for, up to `MAX_WAIT_S`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def open_frozen_role(
 ) -> AsyncGenerator[FrozenModel]:
     """Raises ConfigError, with the role's name, if the model is unusable.
 
-    `folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request, `max_wait_s` all retries.
+    `folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request.
     """
     if role.base_url:
         async with _served(name, role, folder, note, environ, timeout_s, max_wait_s) as model:
@@ -121,7 +121,7 @@ class ServedFrozenModel(FrozenModel):
 
     def __post_init__(self) -> None:
         self._name = f"roles.{self.name} at {self.server.url}"
-        self._noted = 0.0  # Last report of a wait, in event-loop time. 0: not waiting.
+        self._noted = 0.0  # Last report, in event-loop time. 0: not waiting.
         self._model = self.facts.model
         self.max_context = self.facts.max_context
 

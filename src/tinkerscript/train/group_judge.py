@@ -1,7 +1,6 @@
 """`GroupJudge`: rewards from a judge that sees all episodes of a complete group (docs/rewards.md).
 
-`ranked` is OpenPipe ART's RULER: ranking needs no labels, and GRPO only compares within a group. A group
-trains on all its verdicts or not at all, and verdicts are in the ledger before a step uses them.
+A group trains on all its verdicts or not at all, and verdicts are in the ledger before a step uses them.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Verdict(NamedTuple):
 
 
 JudgeFunction = Callable[[JudgedGroup], Any]
-"""Returns, directly or awaited, a reward or (reward, words) per episode, in order."""
+"""Returns, perhaps awaited, a reward or (reward, words) per episode."""
 
 
 @dataclass

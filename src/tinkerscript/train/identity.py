@@ -1,7 +1,7 @@
 """Checks that the files in a run's folder are complete and belong to one run.
 
 A checkpoint is complete if its files match manifest.json, which is written last. Databases and checkpoints
-carry their run's identity (`files.RUN_ID`).
+carry their run's identity.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
 
 
 def check_unused(path: Path) -> None:
-    """Raises ConfigError if a new run cannot use the folder."""
     try:
         if holds_run(path):
             raise ConfigError(
@@ -98,9 +97,9 @@ def identify(path: Path) -> str:
 
 
 def write_manifest(checkpoint: Path, run_id: str) -> None:
-    """Mark a checkpoint as complete and as this run's. Blocks until it is on disk."""
+    """Mark a checkpoint as complete. Blocks until it is on disk."""
     paths = sorted(path for path in checkpoint.rglob("*") if path.name != MANIFEST)
-    # A power failure can leave the right size without the content.
+    # After a power failure, the size can be right without the content.
     for path in paths:
         sync(path)
     files = [path for path in paths if path.is_file()]

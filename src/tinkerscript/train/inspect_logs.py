@@ -1,4 +1,4 @@
-"""Writes episodes as Inspect logs, built from calls and results, so any client will do."""
+"""Writes episodes of any client as Inspect logs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 FOLDER = "inspect"
 
-# Inspect's writer is not thread-safe, and a step's logs may coincide with an evaluation's.
+# Inspect's writer is not thread-safe.
 _WRITING = threading.Lock()
 
 
@@ -36,10 +36,7 @@ def write_logs(
     *,
     rule: AdvantageRule = PLAIN,
 ) -> list[Path]:
-    """Write one log per task, replacing logs with the same `label`. Blocks.
-
-    `samples`: episode uuid -> payload, without clients' samples. `rule` gives the logged advantages.
-    """
+    """Write one log per task, replacing logs with the same `label`. Blocks. `samples`: uuid -> payload."""
     advantages = {
         episode.episode_uuid: advantage
         for group in groups

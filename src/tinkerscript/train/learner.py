@@ -1,6 +1,6 @@
 """`Learner`: what a training step does to one policy's weights.
 
-`AlignmentCheck` runs before the first optimizer step, so a step that it stops has changed no weights.
+`AlignmentCheck` runs before the first optimizer step, so a step that it stops has changed nothing.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, scores_of
 LossMean = Literal["sequences", "tokens", "tokens_then_sequences", "episodes"]
 
 KL_STEP = "train/kl_step"
-"""Metric: how far a step's weights moved before its last optimizer step, as KL(before, after) in nats per
-token (Schulman's k3)."""
+"""Metric: how far a step moves the weights before its last optimizer step, as KL(before, after) in nats per
+token (Schulman's k3).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Compared:
 
 
 class LearnerState(msgspec.Struct, frozen=True):
-    """What a policy's training keeps between steps, besides weights and replayed groups."""
+    """The state that training keeps between steps, besides weights and replayed groups."""
 
     rewards: Moments = Moments()
     samples: dict[str, SampleMean] = {}
@@ -101,7 +102,7 @@ class LearnerState(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class Learner:
-    """Trains the run's own policy or a role's. A step is `take`, `check` and `train`."""
+    """A step is `take`, `check` and `train`."""
 
     client: TrainingClient
     config: TrainingConfig
@@ -121,7 +122,7 @@ class Learner:
             config.advantage_baseline, config.advantage_scale, config.pass_k, config.reward_weights
         )
         if config.distillation.is_pure:
-            # Rewards have weight 0 here, but a group of one needs an advantage to train.
+            # Rewards have weight 0, but a group of one needs an advantage to train.
             self.rule = PLAIN
         self.credit = Credit(config.credit.level, config.credit.discount)
         self.alignment = AlignmentCheck(self.report, config, self.model)
@@ -139,7 +140,7 @@ class Learner:
         """float32 [T], before division by the loss mean."""
 
         self.corrected: dict[int, BoolArray] = {}
-        """bool [T], True where `rollout_correction` or `top_entropy` removed the loss."""
+        """bool [T]: where `rollout_correction` or `top_entropy` removed the loss."""
 
         self._inputs: dict[int, dict[str, FloatArray]] = {}
         self._old: dict[int, FloatArray] = {}
@@ -148,8 +149,8 @@ class Learner:
         self._batch: list[WeightedRollout] = []
         self._measured: dict[str, float] = {}
 
-        # The comparison's pass also computes the gradient of a single-step update, which the engine holds
-        # until `train`.
+        # The comparison also computes the gradient of a single-step update, which the engine holds until
+        # `train`.
         self._computed: tinker.ForwardBackwardOutput | None = None
 
         self._loss = loss = policy_loss(config)
@@ -175,8 +176,7 @@ class Learner:
     ) -> None:
         """Begin a step. A role takes only the episodes that called it.
 
-        `stale`: uuid -> why an episode is too old; only its reward counts. `samples`: group id -> key of its
-        sample, for `sample_mean`.
+        `stale`: uuid -> why only its reward counts. `samples`: group id -> sample's key, for `sample_mean`.
         """
         self.stale |= stale or {}
         self.report.begin_step()
@@ -194,7 +194,7 @@ class Learner:
         self.begin(taken)
 
     def _with_past(self, groups: list[RolloutGroup], samples: Mapping[str, str]) -> list[RolloutGroup]:
-        """The running moments include this step; a sample's mean does not."""
+        """Running moments include this step; a sample's mean does not."""
         rewards = self.state.rewards.adding([each for group in groups for each in group.rewards])
         means, found = dict(self.state.samples), list[RolloutGroup]()
         for group in groups:
@@ -304,6 +304,7 @@ class Learner:
         batch = [
             item for group, items in zip(sound, weighted, strict=True) if self.trains(group) for item in items
         ]
+        # Every step measures the gap, even if nothing can train.
         # Compare one group even if nothing can train, so that every step measures the gap.
         compared = batch or next(filter(None, (list(group.weighted(PLAIN)) for group in sound)), [])
         aligned = await self._compare(compared, lag_of_version, step, trains=bool(batch))
@@ -384,7 +385,7 @@ class Learner:
     def _takes_one_step(self, items: Sequence[WeightedRollout]) -> bool:
         config = self.config
         return (
-            self._is_embedded  # Tinker's services cannot drop a gradient.
+            self._is_embedded  # Services cannot drop a gradient.
             and not self.role
             and not config.rollout_correction.is_on
             and config.top_entropy == 1
@@ -448,10 +449,7 @@ class Learner:
     async def _token_advantages(
         self, batch: list[WeightedRollout], olds: Sequence[FloatArray], step: int
     ) -> tuple[list[WeightedRollout], dict[str, float]]:
-        """Apply KL penalty, teacher and corrections to single tokens' advantages.
-
-        `olds`: the trainer's logprobs, float32 [T] each, or empty if not needed.
-        """
+        """Apply KL penalty, teacher and corrections. `olds`: trainer's logprobs, float32 [T], or empty."""
         self._old = {id(item.rollout): old for item, old in zip(batch, olds, strict=False)}
         metrics: dict[str, float] = {}
         if self._penalty is not None:
@@ -503,9 +501,7 @@ class Learner:
     def _adapt_entropy(self) -> dict[str, float]:
         """The entropy bonus of this step, and in `_next_state` the next one's.
 
-        With weight c, entropy e before the update and target t, the bonus weighs c if e <= t, else 0; then c
-        grows by delta if e < t or shrinks by it if e > t, but not below 0 (Skywork-OR1, He et al. 2025,
-        arXiv:2505.22312; the bound is TRL's).
+        docs/training.md#an-entropy-to-hold has the rule. The bound at 0 is TRL's.
         """
         target, delta = self.config.adaptive_entropy.target, self.config.adaptive_entropy.delta
         entropy = self._measured.get("train/entropy")
@@ -600,15 +596,12 @@ class Learner:
 
 
 def _shifted(values: tinker.TensorData) -> FloatArray:
-    """Align a datum's T - 1 targets with its tokens: float32 [T] with 0 in front."""
+    """Align a datum's targets with its tokens: float32 [T] with 0 in front."""
     return np.concatenate([[0.0], values.to_numpy()]).astype(np.float32)
 
 
 def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> list[list[WeightedRollout]]:
-    """Shuffle and cut the batch into at most `number` nearly equal parts.
-
-    They do not depend on its order, so a repeated step trains the same.
-    """
+    """Shuffle and cut the batch into at most `number` nearly equal parts, independent of its order."""
     ordered = sorted(batch, key=lambda item: (item.rollout.tokens.tobytes(), item.advantages.tobytes()))
     random.Random(seed).shuffle(ordered)
     parts = np.array_split(range(len(ordered)), min(number, len(ordered)))
@@ -616,7 +609,7 @@ def minibatches(batch: Sequence[WeightedRollout], number: int, *, seed: str) -> 
 
 
 def divisors(part: Sequence[WeightedRollout], loss_mean: LossMean, *, episodes: float) -> Sequence[float]:
-    """Divisor of each sequence's summed token loss. `episodes`: planned per minibatch."""
+    """Divisor of each sequence's summed loss. `episodes`: planned per minibatch."""
     if loss_mean == "episodes":
         return [episodes] * len(part)
     tokens = [int(item.rollout.loss_mask.sum()) for item in part]

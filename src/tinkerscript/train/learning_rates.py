@@ -1,6 +1,6 @@
 """`steps_at_rates`: how far one step moves the policy at several learning rates.
 
-Every rate trains the first groups that a run recorded, from its first weights.
+Each step trains a run's first recorded groups, from its first weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training loop, top to bottom: evaluate; for every step take groups, learn, publish; evaluate again.
 
-This is Group Relative Policy Optimization (Shao et al. 2024, "DeepSeekMath"): an episode's advantage is its
-reward compared with its group's (rollouts/advantages.py). Failed episodes have no reward and are left out.
+This is Group Relative Policy Optimization (Shao et al. 2024, arXiv:2402.03300): an episode's advantage is its
+reward compared with its group's.
 
     GroupStream     which groups start, and which train      stream.py
     PolicyUpdate    what a step does to the weights          update.py, learner.py
@@ -52,8 +52,8 @@ class TrainingLoop:
     ) -> None:
         """`learners`: the run's own policy first. `samples`: None if clients register their own.
 
-        `restore` loads a step's checkpoint; without it, interrupted evaluations of earlier steps are lost.
-        `renew` makes a step's checkpoint the reference of the KL divergences.
+        `restore` loads a step's checkpoint, for its interrupted evaluations. `renew` makes it the reference
+        of the KL divergences.
         """
         training, progress = parts.config.training, parts.progress
         self.parts = parts
@@ -91,7 +91,7 @@ class TrainingLoop:
         self._mid_step = False
 
     async def run(self) -> None:
-        """Run or resume. If the run ends between steps, the last one is saved."""
+        """Run or resume. Saves the last step unless the run ends within one."""
         self._stream.restore(self.parts.history)
         beside = [asyncio.create_task(self._collector.run(), name="receive outcomes")]
         try:
@@ -204,5 +204,5 @@ class TrainingLoop:
             global_step=self.step,
             usable_versions=self._lags.usable(self.step),
         )
-        await self._stream.published(self.step)  # A new version allows more groups to start.
+        await self._stream.published(self.step)  # More groups may start.
         return version

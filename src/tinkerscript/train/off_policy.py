@@ -42,7 +42,7 @@ class PolicyLags:
         max_lag: int,
         keeps_stale: bool = False,
     ) -> None:
-        """`steps_of`: version -> training steps. `keeps_stale`: old episodes count in comparisons."""
+        """`keeps_stale`: old episodes count in comparisons."""
         self.max, self._max_again = max_lag, max(max_lag, config.replay_uses - 1)
         self._keeps_stale = keeps_stale
         self._min_group = config.min_group
@@ -98,7 +98,7 @@ class PolicyLags:
 # Groups usually get too old first.
 CAPACITY = 256
 
-# The n-th oldest group has weight n to this power (Marin's `alpha`): newer ones are closer to the policy.
+# The n-th oldest group has weight n to this power (Marin's `alpha`).
 RECENCY = 3.0
 
 
@@ -109,7 +109,7 @@ class _Kept:
 
 
 class ReplayBuffer:
-    """Draws depend only on the seed, the step and earlier groups, so resuming repeats them."""
+    """Draws depend only on the seed, the step and earlier groups."""
 
     def __init__(self, config: TrainingConfig, *, seed: int, capacity: int = CAPACITY) -> None:
         self._uses = config.replay_uses

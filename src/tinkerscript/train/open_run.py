@@ -65,7 +65,7 @@ async def open_page(
 ) -> AsyncGenerator[RunStatus]:
     """Serve the run's page, and copy its folder if that is a URL. `join`: a server already runs.
 
-    Comes first, so that the page shows slow or failing steps.
+    Open it first, to show slow or failing steps.
     """
     status = RunStatus(progress)
     if join and on_page and not is_here(config.interchange_server.store, folder.path):

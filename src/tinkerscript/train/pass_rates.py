@@ -30,8 +30,9 @@ def by_sample(accepted: Iterable[EpisodeAccepted]) -> list[list[EpisodeAccepted]
 
 
 def pass_metrics(accepted: Iterable[EpisodeAccepted], attempts: int, pass_reward: float) -> dict[str, float]:
-    """`eval/pass@k` for k = 1, 2, 4, ... and `attempts`, over samples with k results, with
-    `eval/pass@k_margin`: half a 95% interval. Empty for a single attempt."""
+    """`eval/pass@k` for k = 1, 2, 4, ... and `attempts`, over samples with k results, and half of its 95%
+    interval, `eval/pass@k_margin`. Empty for a single attempt.
+    """
     metrics = dict[str, float]()
     powers = [1 << exponent for exponent in range(attempts.bit_length())]
     for k in sorted({*powers, attempts}) if attempts > 1 else ():

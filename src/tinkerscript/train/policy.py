@@ -1,8 +1,8 @@
 """`Policy`: the newest published weights, and the policy version that names them.
 
 Versions only increase, even across restarts, because each is in the ledger before it is used. The n-th
-request for a prompt to a step's weights has its own seed, so timing does not change tokens. If weights change
-in flight, each logprob is from the weights that sampled the token, and older weights' caches are never used.
+request for a prompt to a step's weights has its own seed, so timing does not change tokens. A logprob is
+always from the weights that sampled the token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tinkerscript.trainer_link.messages import EpisodeAccepted, Outcome
 
 @dataclass(eq=False)
 class SeededSampler(Sampler):
-    """Gives requests their seeds. Belongs to one event loop."""
+    """Belongs to one event loop."""
 
     sampler: Sampler
     seed: int | None = field(kw_only=True)
@@ -54,7 +54,7 @@ class SeededSampler(Sampler):
         self._requests: Counter[bytes] = Counter()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Raises GatewayError if the prompt leaves no room, and AlignmentError (`check_lengths`)."""
+        """Raises GatewayError for a prompt without room, and AlignmentError."""
         request = fitted(request, self.max_context, "the engine")
         if request.seed is None and self._prefix is not None:
             seed = self.seed_for(unpack_ids(request.prompt), request.images)
@@ -84,7 +84,6 @@ class SeededSampler(Sampler):
 
 
 def check_lengths(tokens: int, logprobs: int) -> None:
-    """Raises AlignmentError if the counts differ."""
     if tokens != logprobs:
         raise AlignmentError(
             f"lengths_differ: the sampler returned {tokens} token ids and {logprobs} logprobs: "
@@ -102,7 +101,7 @@ class _Weights:
 
 
 class Policy:
-    """An AlignmentError while sampling breaks the policy: `failed` raises it, which ends the run."""
+    """An AlignmentError while sampling ends the run: `failed` raises it."""
 
     def __init__(
         self,
@@ -152,10 +151,7 @@ class Policy:
 
     @contextmanager
     def pinned(self, episodes: Collection[str]) -> Generator[int]:
-        """Answer these episodes' calls from the newest version, which it yields, in this context.
-
-        Pinned calls draw separate seeds, so they do not shift others.
-        """
+        """Answer these episodes' calls from the newest version, which it yields, with separate seeds."""
         with ExitStack() as stack:
             samplers = dict[str, SeededSampler]()
             for role, weights in self._trained.items():
@@ -170,10 +166,9 @@ class Policy:
                     del self._pinned[each]
 
     async def publish(self, step: int = 0, *, is_past: bool = False) -> int:
-        """Make the current weights, including trained roles', the newest version. `step`: their training
-        steps.
+        """Make all trained weights the newest version. `step`: their training steps.
 
-        With `is_past`, only pinned episodes sample from the version, and another follows.
+        With `is_past`, only pinned episodes sample from it, and another version follows.
         """
         version = self.version + 1
         samplers = [await each.publisher.publish(version) for each in self._trained.values()]
@@ -202,7 +197,6 @@ class Policy:
         return version
 
     def resting(self) -> AbstractAsyncContextManager[None]:
-        """Model calls may wait while the weights train."""
         return self._own.publisher.resting()
 
     def note(self, outcome: Outcome) -> None:
@@ -217,7 +211,6 @@ class Policy:
 
     @property
     def sampler(self) -> SeededSampler:
-        """Raises GatewayError 503 before the first `publish`."""
         return self._newest(self._own)
 
     def _newest(self, weights: _Weights) -> SeededSampler:
@@ -228,8 +221,8 @@ class Policy:
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Serve from the newest version, a pinned episode's, or the role's model.
 
-        A reply cut by a publish continues with newer weights. Raises like `SeededSampler.sample`, and
-        GatewayError 404 for an unknown role.
+        Raises like `SeededSampler.sample`, and GatewayError 503 before the first `publish` or 404 for an
+        unknown role.
         """
         self.calls.number += 1
         try:
@@ -285,7 +278,6 @@ class Policy:
         )
 
     async def failed(self) -> NoReturn:
-        """Raises the AlignmentError that breaks sampling."""
         await self._broken.wait()
         assert self._fault is not None
         raise self._fault

@@ -40,7 +40,6 @@ def policy_loss(config: TrainingConfig) -> Loss:
 
 
 def check_images(config: RunConfig, model: Path) -> None:
-    """Raises ConfigError if a program could send images that the loss cannot train on."""
     training = config.training
     may_come = config.no_images.keys() < {"", *config.trained_roles} and reads_images(model)
     if may_come and START in policy_loss(training).inputs:
@@ -50,13 +49,11 @@ def check_images(config: RunConfig, model: Path) -> None:
         )
 
 
-# Left out: `dro`, which has no mask, so prompts would train, and `stable_reinforce`, which has no published
-# formula.
+# `dro` has no mask, so prompts would train; `stable_reinforce` has no published formula.
 SERVICE_LOSSES = frozenset({"ppo", "importance_sampling", "cispo", "gspo"})
 
 
 def check_loss(config: RunConfig) -> None:
-    """Raises ConfigError if the run's backend cannot train with its loss."""
     training = config.training
     loss = policy_loss(training)
     if training.kl_reference_every and not (

@@ -1,7 +1,4 @@
-"""`ModelRenderer`: a model's chat format as a tinker_cookbook renderer.
-
-It uses the gateway's `ChatRenderer`, so all ways of training see the same ids.
-"""
+"""`ModelRenderer`: a model's chat format as a tinker_cookbook renderer, with the gateway's ids."""
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ from inspect_tinker_bridge.rendering import ContinuingRenderer
 from tinkerscript.gateway.chat_messages import ChatMessage, Tool
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
 
-# Declares tools as JSON; tinker_cookbook introduced the role for Kimi's format.
+# Declares tools as JSON; tinker_cookbook has the role for Kimi's format.
 DECLARATION: Role = "tool_declare"
 
 _NAMES = ("tool_call_id", "name")
 
 
 class ModelRenderer(ContinuingRenderer):
-    """Raises GatewayError 400 for messages that the chat format cannot render."""
+    """Raises GatewayError 400 for messages that it cannot render."""
 
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """Raises ConfigError if the model has no chat format, or its template no such arguments."""
@@ -100,7 +97,6 @@ def cookbook_message(message: ChatMessage) -> Message:
 
 
 def _chat_message(message: Message) -> ChatMessage:
-    """Raises ValueError for images and audio."""
     content: Any = message["content"]
     parts: list[dict[str, Any]] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if others := {part["type"] for part in parts} - {"text", "thinking"}:

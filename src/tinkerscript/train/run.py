@@ -1,6 +1,6 @@
 """`run_training`: one run from a config, in several processes or in one.
 
-However it ends, everything that it opened is closed, and its child processes have ended.
+However it ends, everything that it opened is closed, child processes included.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ async def run_training(
             judge = GroupJudge(judging, RoleAsker(servers, policy, model), known=history.verdicts)
         async with _opened(run, progress, backend, policy, children, link) as opened:
             if config.inference.has_replicas:
-                # Replicas may download adapters from the server.
+                # They may download adapters from the server.
                 with progress.waiting(f"the replicas (logs: {folder.path / 'logs'})"):
                     replicas = await stack.enter_async_context(_replicas(run, backend, children))
                 policy.publish_to(replicas)
@@ -204,7 +204,7 @@ async def _past(
 
 
 class _LateSampling:
-    """The policy exists only once the server says where the run continues."""
+    """The server says where the run continues before there is a policy."""
 
     policy: Policy | None = None
 
@@ -257,7 +257,7 @@ def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
 async def _learners(
     run: OpenRun, backend: TrainerBackend, policy: Policy, model: Path, stack: AsyncExitStack
 ) -> tuple[list[Learner], list[TrainerBackend]]:
-    """The run's own policy first, then roles. Also opens frozen roles and the teacher."""
+    """The run's own policy first. Also opens frozen roles and the teacher."""
     config, progress, done = run.config, run.progress, run.history.checkpoint
     frozen = dict[str, FrozenModel]()
     for name, role in config.episode_roles.items():
@@ -324,7 +324,6 @@ async def _policy_of_role(run: OpenRun, name: str, backend: TrainerBackend) -> T
 def _replicas(
     run: OpenRun, backend: TrainerBackend, children: Children
 ) -> AbstractAsyncContextManager[ReplicaPublisher]:
-    # Only runs with replicas need it.
     from tinkerscript.train.replicas.publisher import open_replicas
 
     launcher, config = children.launcher, run.config
@@ -483,11 +482,11 @@ async def _opened(
                 await asyncio.gather(pushing, return_exceptions=True)
                 failure = f"{type(ended_by).__name__}: {ended_by}" if isinstance(ended_by, Exception) else ""
                 await status.end(ended_by)
-                # If a failed run ends its server, there is no restart to wait for.
+                # A failed run that ends its server has no restart to wait for.
                 over = ended_by is None or (bool(failure) and not children.server_stays)
                 await _say_goodbye(link, over=over, failure=failure)
     finally:
-        await supervisor.stop()  # Workers may still ask for samples, so the backend closes later.
+        await supervisor.stop()  # Workers may still sample, so the backend closes later.
 
 
 async def _say_goodbye(link: TrainerLink, *, over: bool, failure: str) -> None:

@@ -4,8 +4,8 @@ config.yaml  metrics.jsonl  ledger.sqlite  alignment.json  summary.json  learnin
 rollouts/step_0001.jsonl.gz  checkpoints/step_0005/  checkpoints/final/  checkpoints/roles/NAME/final/
 logs/  inspect/  sft_data.json  run_id
 
-Invariants: a lock that dies with its process allows one trainer at a time. Checkpoints that a resumed run
-repeats are moved to `undone_N`, so they never replace one that can be resumed.
+Invariants: one trainer at a time holds a lock that dies with its process. Checkpoints that a resumed run
+repeats are moved to `undone_N`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RunFolder:
         self._tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
         self.path = path or config.new_folder(now)
         if not config.enable_tinkerscript_mode:
-            # Inspect changes the working directory while it loads a task.
+            # Inspect changes the working directory to load a task.
             self.path = self.path.absolute()
         if path is None:
             check_unused(self.path)
@@ -67,7 +67,7 @@ class RunFolder:
         self._url = config.experiment_dir if is_url(config.experiment_dir) else ""
         self._keep = config.training.keep_checkpoints
         self._uploads: Uploads | None = None
-        # Rollouts may be private. An existing folder keeps its mode.
+        # Rollouts may be private.
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in ("rollouts", "checkpoints", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ class RunFolder:
         return next(filter(None, map(damage_of, self.checkpoints_named(name))), "")
 
     def seal(self, name: str) -> None:
-        """Mark complete checkpoints, the run's own last. Blocks."""
+        """Mark checkpoints as complete, the run's own last. Blocks."""
         for folder in self.checkpoints_named(name):
             write_manifest(folder, self.run_id)
 
@@ -132,9 +132,9 @@ class RunFolder:
 
     @asynccontextmanager
     async def copied(self, note: Callable[[str], None]) -> AsyncGenerator[None]:
-        """If `experiment_dir` is a URL, copy finished files there while the context is open.
+        """If `experiment_dir` is a URL, copy finished files there. `note` gets failures.
 
-        Raises ConfigError if the URL is not writable. `note` gets later failures.
+        Raises ConfigError if the URL is not writable.
         """
         if not self._url:
             yield
@@ -154,7 +154,7 @@ class RunFolder:
             self._uploads.copy()
 
     def keep_checkpoints(self, number: int, *, needed: Collection[int] = ()) -> None:
-        """Keep each policy's newest `number` step checkpoints, and the `needed` ones."""
+        """Keep each policy's newest step checkpoints, and the `needed` ones."""
         for folder in self._policies:
             for step, old in _made_in(folder)[:-number]:
                 if step not in needed:
@@ -185,10 +185,7 @@ class RunFolder:
         rule: AdvantageRule,
         left_out: Mapping[str, str],
     ) -> None:
-        """Write one JSON line per episode, including failed ones, compressed by gzip.
-
-        `left_out`: uuid -> why it does not train (default: the group is too small).
-        """
+        """Write one JSON line per episode, also failed ones. `left_out`: uuid -> why it does not train."""
         lines = [
             self._readable(group, episode, advantage)
             | ({"left_out": left_out[episode.episode_uuid]} if episode.episode_uuid in left_out else {})
@@ -228,7 +225,7 @@ class RunFolder:
         write_json(self.path / name, data)
 
     def draw_curve(self, *, at_once: bool = False) -> None:
-        """Draw learning_curve.png. Blocks, for at most a twentieth of the time unless `at_once`."""
+        """Blocks, for at most a twentieth of the time unless `at_once`."""
         began = time.monotonic()
         if at_once or began >= self._next_drawing:
             draw_learning_curve(self.path / "metrics.jsonl", self.path / "learning_curve.png", self._curve)

@@ -59,7 +59,7 @@ class RunStatus(ProgressReporter):
                 await ledger.commit([self._row()])
                 await asyncio.sleep(SAID_EVERY_S)
                 await self._changed.wait()
-        except (LinkError, StoreError) as error:  # Everything that needs the ledger fails by itself.
+        except (LinkError, StoreError) as error:  # What needs the ledger fails by itself.
             logger.warning("status.not_written %s", error)
 
     def _row(self) -> FactRow:

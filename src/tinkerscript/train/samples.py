@@ -1,6 +1,6 @@
 """`TaskSamples`: the training and evaluation samples of a run's tasks.
 
-A position's sample depends only on the seed and the weights, so resuming repeats it.
+A position's sample depends only on the seed and the weights.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.episode_source import PlannedEpisode
 from tinkerscript.workers.base_task import Task, load_task
 
-# Ends the search if a curriculum skips everything, as when all samples are retired.
+# Ends the search if a curriculum skips everything.
 MAX_PASSED_OVER = 10_000
 
 
 def usable_task(name: str, args: Mapping[str, Any], *, setting: str = "task", sandbox: str = "") -> Task:
-    """Raises ConfigError, also for the task's own errors. `setting` names the config section."""
+    """Raises ConfigError, also for the task's own errors."""
     try:
         return load_task(name, args, sandbox=sandbox)
     except ConfigError as error:
@@ -52,7 +52,7 @@ class TaskSamples:
         self.greedy = [task.task_id for task in loaded if task.temperature == 0]
         if len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"tasks: two have the same file name and task name: {', '.join(self.tasks)}")
-        # Each task has its own order; the first has a single-task run's.
+        # The first task has the order of a single-task run.
         self._train = [
             _ShuffledSamples(
                 _samples(task, given.train_args, held_out=False), f"{seed}/{i}" if i else str(seed)
@@ -70,7 +70,7 @@ class TaskSamples:
         self._schedule = _WeightedSchedule([task.weight for task in tasks])
         self.next_position = 0
         self.again = list[int]()
-        """Earlier positions to ask first, because resuming gave up their groups."""
+        """Earlier positions to ask first, because their groups were given up."""
 
     def train_groups(self, *, step: int, groups: int, group_size: int) -> list[list[PlannedEpisode]]:
         positions, self.again = self.again[:groups], self.again[groups:]
@@ -88,7 +88,6 @@ class TaskSamples:
         return self.next_position - 1
 
     def planned_again(self, group_id: str, position: int, **more: str) -> PlannedEpisode:
-        """`more` can set an earlier `episode_uuid`."""
         return PlannedEpisode("train", group_id, self.payload_at(position), position=position, **more)
 
     def payload_at(self, position: int) -> dict[str, Any]:
@@ -96,7 +95,7 @@ class TaskSamples:
         return {"task": self.tasks[task], "sample": self._train[task].at(index)}
 
     def eval_episodes(self, *, label: str, count: int, attempts: int = 1) -> list[PlannedEpisode]:
-        """Cycle through each task's samples, with `attempts` of each in a row."""
+        """Cycle through each task's samples, `attempts` of each in a row."""
         planned: list[PlannedEpisode] = []
         for place in range(count):
             position = place // attempts
@@ -108,7 +107,7 @@ class TaskSamples:
         return planned
 
     def trained_too(self, count: int) -> tuple[int, int]:
-        """(evaluation samples that also train, all), ignoring ids."""
+        """(evaluation samples that also train, all)"""
         trained = {
             (task, _content(sample))
             for task, shuffled in zip(self.tasks, self._train, strict=True)

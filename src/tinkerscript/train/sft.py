@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on chats or a run's best episodes: measure; train step by step; measure again."""
+"""Supervised fine-tuning on chats or a run's best episodes."""
 
 from __future__ import annotations
 
@@ -59,11 +59,7 @@ async def run_sft(
     path: Path | None = None,
     on_page: Callable[[str], object] | None = None,
 ) -> RunFolder:
-    """Returns the run's folder, with results in summary.json.
-
-    `path`: folder of a run to resume. Without `on_page` there is no page. Raises ConfigError for a run that
-    cannot start.
-    """
+    """See `run.run_training`."""
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
     config, about_rates = resolved(config, model)
@@ -102,7 +98,7 @@ async def run_sft(
             await sft.save(FINAL_CHECKPOINT)
         folder.write_json("summary.json", sft.summary())
         folder.draw_curve(at_once=True)
-        await progress.end(None)  # The last copy of the ledger says how the run ended.
+        await progress.end(None)  # Before the last copy of the ledger.
         await folder.finish_copies(progress)
     return folder
 
@@ -130,7 +126,7 @@ async def _past(ledger: Ledger, folder: RunFolder) -> tuple[History, int]:
 
 
 def check_origin(folder: RunFolder, chats: Chats) -> None:
-    """Raises ConfigError if a resumed run would use other chats."""
+    """Raises ConfigError if a resumed run has other chats."""
     path = folder.path / ORIGIN_FILE
     if path.exists():
         begun: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
@@ -164,7 +160,7 @@ class SupervisedRun:
         self._saved = self.step
 
     async def run(self) -> None:
-        """Run or resume. If the run ends between steps, the last one is saved."""
+        """Run or resume. Saves the last step unless the run ends within one."""
         every, saves = self.parts.config.evaluation.every_steps, self.parts.config.training.checkpoint_every
         self._began = time.monotonic() - self.train_seconds
         if self.step == 0:
@@ -239,7 +235,7 @@ class SupervisedRun:
         return rows
 
     async def measure(self) -> None:
-        """Held-out negative log-likelihood per trained token, in nats, once per step."""
+        """Held-out negative log-likelihood per trained token, in nats."""
         if not self.chats.held_out or self.step in dict(self.held_out_curve()):
             return
         with self.parts.progress.waiting("the held-out nll"):

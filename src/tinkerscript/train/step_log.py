@@ -1,7 +1,4 @@
-"""`StepLog`: rows, metrics, rollouts, Inspect logs and notes of a step.
-
-It only observes: nothing here decides what trains, and resuming needs none of it.
-"""
+"""`StepLog`: rows, metrics, rollouts, Inspect logs and notes of a step. It only observes."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ CONSTRAINED_OUTCOMES = {
     "refuse": "their sequences do not train",
 }
 
-# Health rows that get a note when they turn bad. Others have their own notes.
+# Health rows that get a note when they turn bad.
 WORTH_A_NOTE = frozenset({"held_out", "reward", "length", "cut_off"})
 
 logger = logging.getLogger(__name__)
@@ -69,7 +66,7 @@ class StepLog:
         self._broken = set[str]()
         self._findings = [len(each.report.findings) for each in learners]
 
-        # Role (empty: the main policy) -> steps in a row that trained nothing.
+        # Role (empty: the main policy) -> steps in a row without training.
         self._untrained = Counter[str]()
 
         self._bad = frozenset[str]()
@@ -91,7 +88,7 @@ class StepLog:
         return MeasuredStep(facts, metrics, learned, self._rows(step, metrics))
 
     def _measured_by_others(self, step: int, facts: StepFacts) -> dict[str, float]:
-        """Failures are only reported: the weights have changed, so the step must be recorded."""
+        """Failures are only reported, because the weights have changed."""
         found = dict[str, float]()
         for metric in self._extra:
             try:
@@ -164,7 +161,7 @@ class StepLog:
             return
         try:
             rows = await asyncio.to_thread(health_rows, self._reader)
-        except (ConfigError, StoreError) as error:  # Training does not need a readable database.
+        except (ConfigError, StoreError) as error:  # Training needs no readable database.
             logger.warning("health.not_read %s", error)
             return
         bad = [row for row in rows if row.kind == "bad" and row.name in WORTH_A_NOTE]

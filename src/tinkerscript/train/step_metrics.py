@@ -1,6 +1,6 @@
 """A training step's metrics (`STEP_METRICS`), and where they go (`metric_loggers`).
 
-A metric is a function of `StepFacts` in the table, or `module:name` in `metrics.extra`.
+A metric is a function of `StepFacts`, from the table or from `metrics.extra`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import Call
 from tinkerscript.trainer_link.messages import JUDGE_FAILED, EpisodeAccepted, EpisodeFailed, Outcome
 
-if TYPE_CHECKING:  # Imports torch and Inspect, which load after `train` has validated the config.
+if TYPE_CHECKING:  # Imports torch and Inspect, which would load before the config is valid.
     from tinkerscript.train.collector import Batch
 
 
@@ -40,7 +40,7 @@ __all__ = ["STEP_METRICS", "StepFacts", "StepMetric"]
 
 
 Differs = Callable[[RolloutGroup], bool]
-"""Whether rewards of a group's episodes or calls differ, and so give a gradient."""
+"""Whether a group's rewards, or its calls', differ."""
 
 
 def rewards_differ(group: RolloutGroup) -> bool:
@@ -63,7 +63,7 @@ class StepFacts:
     train_s: float
     publish_s: float = 0.0
     wait_stale_s: float | None = None
-    """Seconds of `rollout_s` spent on groups that would have been too old later."""
+    """The part of `rollout_s` spent on groups that would have been too old later."""
 
     sampling_share: float | None = None
     trains_equal: bool = False
@@ -111,7 +111,7 @@ def judge(facts: StepFacts) -> dict[str, float]:
 
 
 def lengths(facts: StepFacts) -> dict[str, float]:
-    """Prompts count in full, including earlier calls."""
+    """Prompts count in full."""
     return call_lengths([outcome.calls for outcome in facts.accepted])
 
 
@@ -207,8 +207,9 @@ def system(facts: StepFacts) -> dict[str, float]:
 
 
 def reported(facts: StepFacts) -> dict[str, float]:
-    """`episode/<metric>` is a mean over the episodes that report it (`log_metrics`). `limit/<kind>`,
-    `tool_error/<kind>` and `failure/<kind>` are totals."""
+    """Means of `log_metrics`, as `episode/<metric>`, over the episodes that report them. Totals of
+    `limit/<kind>`, `tool_error/<kind>` and `failure/<kind>`.
+    """
     values: dict[str, list[float]] = defaultdict(list)
     counts: Counter[str] = Counter()
     for outcome in facts.outcomes:
@@ -220,7 +221,7 @@ def reported(facts: StepFacts) -> dict[str, float]:
             values[name].append(value)
     metrics = {name: float(number) for name, number in counts.items()}
     for name, found in values.items():
-        if name.startswith(("limit/", "tool_error/")):  # Not reported where 0, so a mean would be wrong.
+        if name.startswith(("limit/", "tool_error/")):  # Not reported where 0, so no mean.
             metrics[name] = sum(found)
         else:
             metrics[f"episode/{name}"] = sum(found) / len(found)
@@ -261,7 +262,7 @@ def extra_metrics(config: RunConfig) -> list[StepMetric]:
 def by_task(
     outcomes: Iterable[Outcome], task_of: Mapping[str, str], name: str, *, tasks: Sequence[str]
 ) -> dict[str, float]:
-    """Mean rewards of accepted episodes, as `<name>/<task>`. Empty for a single task."""
+    """Mean rewards as `<name>/<task>`. Empty for a single task."""
     if len(tasks) < 2:
         return {}
     rewards: dict[str, list[float]] = defaultdict(list)
@@ -274,7 +275,7 @@ def by_task(
 def why_nothing_trained(
     facts: StepFacts, metrics: Mapping[str, float], errors: Mapping[str, int] | None = None
 ) -> str:
-    """Empty if it changed weights. `errors`: name -> count."""
+    """Empty if it trained. `errors`: name -> count."""
     if metrics["train/sequences"]:
         return ""
     if not facts.groups:
@@ -329,7 +330,7 @@ class TensorBoardLogger(Logger):
         self._config = config
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Repeated steps of a resumed run replace the old ones."""
+        """A resumed run's steps replace the old ones."""
         if self._writer is None:
             self._writer = self._open(log_dir=str(self._folder), purge_step=step)
             lines = (f"| {section} | {values} |" for section, values in self._config.items())
@@ -346,8 +347,7 @@ class TensorBoardLogger(Logger):
 
 
 class LateWandbLogger(WandbLogger):
-    """Logs late metrics under the newest step, because W&B drops earlier ones, with the true one in
-    `eval/step`."""
+    """W&B drops late metrics, so they get the newest step, and the true one in `eval/step`."""
 
     _newest = 0
 
@@ -384,7 +384,7 @@ PUSH_S = 5.0
 
 MAX_NAMES = 256
 
-# Clients choose names with these prefixes, without limit.
+# Names with these prefixes are the clients', without limit.
 REPORTED = ("episode/", "limit/", "tool_error/", "failure/")
 
 

@@ -33,7 +33,7 @@ from tinkerscript.trainer_link.messages import EpisodeFailed, Outcome
 
 MAX_FINDINGS = 200
 
-# Bytes of tokens per transaction. More would block the server's event loop.
+# Bytes of tokens per transaction; more would block the server.
 NOTED_BYTES = 2**20
 
 
@@ -85,7 +85,7 @@ def _why_left_out(outcome: Outcome, stale: Mapping[str, str]) -> str:
 
 
 def set_aside_rows(batch: Batch, step: int, reason: str) -> list[TrainedRow]:
-    """Rows for a batch that ends the run; resuming gets fresh episodes."""
+    """Rows for a batch that ends the run."""
     return [
         TrainedRow(episode=each.sequence, step=step, outcome=Use.SET_ASIDE, reason=reason)
         for each in batch.outcomes.values()
@@ -162,7 +162,7 @@ class _Tokens:
         )
 
     def _uses(self, rollout: Rollout, advantages: FloatArray | None) -> Any:
-        """uint8 [S]: `TokenUse` of each sampled token."""
+        """uint8 [S]: a `TokenUse` per sampled token."""
         uses = np.full(len(rollout.tokens), TokenUse.TRAINED if advantages is not None else TokenUse.LEFT_OUT)
         if advantages is not None:
             uses[~rollout.loss_mask] = TokenUse.CONSTRAINED
@@ -189,8 +189,7 @@ def _shortest(values: Any) -> bytes:
 def chat_rows(
     number: int, step: int, datum: tinker.Datum, logprobs: FloatArray, origin: Mapping[str, str]
 ) -> list[Row]:
-    """`number`: the episode's. `logprobs`: float32 [T], before the step. `origin`: names the chosen or
-    rejected episode; empty for a chat."""
+    """`logprobs`: float32 [T], before the step. `origin`: one of `SupervisedExample.origins`."""
     inputs = datum.loss_fn_inputs
     targets = inputs["target_tokens"].to_numpy()
     trains = inputs["weights"].to_numpy() != 0

@@ -1,9 +1,6 @@
 """`GroupStream`: decides which groups start, and which a training step takes.
 
-The rule is AReaL's (Fu et al. 2025, arXiv:2505.24298), in docs/training.md#synchronous-to-asynchronous. No
-group trains more than L = `max_policy_lag` steps after the weights that it started with; older ones are left
-out, with a reason in the ledger. Slow groups are kept, except that up to `extra_groups` are cancelled in the
-last step that could train them.
+The rule is AReaL's (Fu et al. 2025, arXiv:2505.24298), in docs/training.md#synchronous-to-asynchronous.
 """
 
 from __future__ import annotations
@@ -24,8 +21,8 @@ from tinkerscript.train.off_policy import AcceptedGroup, LagCounts, PolicyLags
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.train.step_rows import left_out_rows, set_aside_rows
 
-# `differing_groups` registers at most this many times `groups_per_step`: equal rewards must not block a step
-# forever.
+# `differing_groups` registers at most this many times `groups_per_step`, so equal rewards cannot block a
+# step.
 MAX_TRIES = 4
 
 
@@ -37,12 +34,12 @@ class TrainingStep:
     lags: LagCounts
     stale: Mapping[str, str]
     began: float
-    """When the wait started, in monotonic time. Episodes may be older."""
+    """When the wait started, in monotonic time."""
 
     collected: float = field(default_factory=time.monotonic)
 
     policy_version: int = -1
-    """Published by the step; before that, the version that it began with."""
+    """Published by the step; before that, the one that it began with."""
 
     publish_s: float = 0.0
     wait_stale_s: float | None = None
@@ -66,19 +63,16 @@ class GroupStream:
 
     def __post_init__(self) -> None:
         self._pool = self._batch("")
-        self._behind = 0  # Training steps behind the newest published weights.
+        self._behind = 0  # Training steps behind the published weights.
         self._next = 1
         self._extra = self.config.extra_groups
 
-        # At lag 0, groups of an interrupted step that can no longer train. An uninterrupted run would not
-        # have replaced them.
+        # At lag 0, groups of an interrupted step that can no longer train, which an uninterrupted run would
+        # not have replaced.
         self._lost = 0
 
     def restore(self, history: History) -> None:
-        """Wait again for groups that an interrupted run had started.
-
-        Call this before receiving anything: outcomes must find their group.
-        """
+        """Wait again for groups that an interrupted run had started. Call this before outcomes arrive."""
         self._behind, self._next = history.step, history.step + 1
         if self.samples is None:
             return
@@ -96,8 +90,7 @@ class GroupStream:
     async def take(self, step: int, *, version: int) -> TrainingStep:
         """Wait for the step's groups, and for another batch if all are too old.
 
-        `version`: the training policy's. If every episode fails, sets the batch aside and raises
-        NoSuccessError.
+        If every episode fails, sets the batch aside and raises NoSuccessError.
         """
         began, lags, stale = time.monotonic(), LagCounts(), dict[str, str]()
         while True:
@@ -156,7 +149,7 @@ class GroupStream:
         try:
             self._extra = self.config.extra_groups
             await self._start()
-            if not self.lags.max:  # A step's extra groups start once.
+            if not self.lags.max:  # Extra groups start once.
                 self._extra = 0
             await self.collector.until(lambda: self._has_enough, batch, self._start)
             if self.lags.max:
@@ -224,7 +217,7 @@ class GroupStream:
         return is_over or (counted >= self.config.groups_per_step and not is_judging)
 
     def _trains(self, step: int) -> list[Group]:
-        """Groups that the step would take now; at lag 0 all, including running ones."""
+        """At lag 0, all groups, including running ones."""
         groups = list(self._pool.groups.values())
         if not self.lags.max:
             return groups
@@ -235,14 +228,15 @@ class GroupStream:
         return [each for each in groups if each.is_complete and each.group_id not in later]
 
     def _surplus(self, step: int) -> list[Group]:
-        """Extra groups that the step leaves behind and no later one can train."""
+        """Extra groups that no later step can train."""
         if self._drops:
             return []
         return [each for each in self._pool.groups.values() if self._last_step(each) <= step]
 
     def _awaited(self, step: int) -> list[Group]:
         """Running groups that would be too old after the step, or the oldest of more than later steps can
-        train."""
+        train.
+        """
         if self._drops:
             return []
         taken = {each.group_id for each in self._trains(step)}

@@ -1,6 +1,6 @@
 """Changes to single tokens' advantages: `KLPenalty`, `Distillation`, `correct`, and which tokens train.
 
-If a model cannot provide the scores, the step ends before any weight changes.
+If a model cannot provide scores, the step changes no weights.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[FloatArray]]]
 """(token ids int32 [T] each, sampling temperatures float32 [T] each) -> a frozen model's logprobs, float32
-[T] each, [0] unused."""
+[T] each, [0] unused.
+"""
 
 
 @dataclass
 class KLPenalty:
     """The reverse KL divergence from a reference model, as part of each token's reward.
 
-    For a sampled token, d = log p(sampler) - log p(reference), both at its sampling temperature. The
-    advantage changes by -coef * d, or if `centered` by coef * (mean(d) - d), with the mean over the batch's
-    tokens with loss. This is tinker_cookbook's `incorporate_kl_penalty`, except that tokens without loss get
-    nothing.
+    For a sampled token, d = log p(sampler) - log p(reference). The advantage changes by -coef * d, or if
+    `centered` by coef * (mean(d) - d). This is tinker_cookbook's `incorporate_kl_penalty`, except that tokens
+    without loss get nothing.
     """
 
     reference: ReferenceLogprobs
@@ -86,7 +86,6 @@ def _refuse_images(rollouts: Iterable[Rollout]) -> None:
 
 
 def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -> float:
-    """Mean of log p(sampler) - log p(reference) over tokens with loss, in nats."""
     masks = [item.rollout.loss_mask for item in items]
     total = sum(
         float((item.rollout.logprobs - score)[mask].sum(dtype=np.float64))
@@ -98,17 +97,13 @@ def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -
 # A teacher
 
 CONTEXT = "teacher_context"
-"""Metadata key: text that a program knows but did not show the model, such as the right answer.
-
-The teacher reads it after the last message of each sequence's first prompt, so the policy learns to do
-without.
-"""
+"""Metadata key: text that a program knows but did not show the model (docs/training.md#a-teacher)."""
 
 
 def informed_prompts(
     episodes: Iterable[EpisodeRollouts], renderer: Callable[[], ChatRenderer]
 ) -> dict[int, IntArray]:
-    """`id` of each sequence with a `CONTEXT` -> its first prompt with that text.
+    """`id` of each sequence with a `CONTEXT` -> its first prompt with that text at the end.
 
     Raises EngineError if that is not text, and for a prompt without messages.
     """
@@ -156,7 +151,6 @@ class Distillation:
     """On-policy distillation: a teacher penalizes each sampled token by its divergence.
 
     Sources: Agarwal et al. 2024, arXiv:2306.13649; Lu and Thinking Machines 2025, "On-Policy Distillation".
-    With a `CONTEXT` and the start policy as teacher it is self-distillation (docs/training.md#a-teacher).
     """
 
     def __init__(
@@ -175,10 +169,9 @@ class Distillation:
         self.reward_coef = config.reward_coef
         self._top = config.top_k
         self.candidates: list[list[Any]] = []
-        """With `top_k`: ids int64 [T, K] and logprobs float32 [T, K] per sequence of the last `apply`."""
+        """With `top_k`: ids int64 [T, K] and logprobs float32 [T, K] of the last `apply`'s sequences."""
 
     def check_tokenizer(self, folder: Path) -> None:
-        """Raises ConfigError if the tokenizers differ."""
         whose = f"training.distillation.teacher: {self._name!r}"
         check_same_tokenizer(folder, self._teacher.folder, whose=whose)
 
@@ -187,8 +180,8 @@ class Distillation:
     ) -> tuple[list[WeightedRollout], float]:
         """The sequences with new advantages, and the mean divergence in nats per token.
 
-        With `top_k`, the advantages stay, and the loss gets `candidates`. `episodes`: may have a `CONTEXT`.
-        Raises EngineError if the teacher cannot score them.
+        With `top_k`, the advantages stay, and the loss gets `candidates`. Raises EngineError if the teacher
+        cannot score them.
         """
         _refuse_images(item.rollout for item in items)
         prompts = await asyncio.to_thread(informed_prompts, list(episodes), self._renderer)
@@ -216,8 +209,7 @@ class Distillation:
 
 
 def _aligned(rows: Any, begin: int, read: IntArray) -> Any:
-    """`rows` of a sequence read after the prompt `read`, as if its prompt had `begin` tokens, which have
-    0."""
+    """`rows` of a sequence after the prompt `read`, as if that had `begin` tokens, which have 0."""
     return _behind(np.zeros((begin, *rows.shape[1:]), rows.dtype), rows, len(read))
 
 
@@ -234,7 +226,7 @@ async def open_distillation(
     progress: ProgressReporter,
     opened: Mapping[str, FrozenModel] | None = None,
 ) -> AsyncGenerator[Distillation | None]:
-    """Open the teacher of `training.distillation`, if any, or reuse an `opened` role with its settings.
+    """Open the teacher of `training.distillation`, or use the `opened` role.
 
     Raises ConfigError if it cannot be opened or has another tokenizer.
     """
@@ -278,8 +270,7 @@ async def open_distillation(
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """The trainer's probability before the update over the sampler's, float64, for a sequence's loss
-    tokens."""
+    """The trainer's probability before the update over the sampler's, float64, for loss tokens."""
 
     token: Doubles
     product: Doubles
@@ -317,19 +308,16 @@ CORRECTIONS: Mapping[str, tuple[Literal["token", "product", "mean"], Callable[[D
     "geometric_mask": ("mean", _inside),
     "veto": ("token", _all_inside),
 }
-"""For each part of `RolloutCorrectionConfig`: its `Ratios`, and a function of them and its value that gives
-each token's factor (sources: docs/training.md#a-sampler-that-is-not-the-trainer)."""
+"""Part of `RolloutCorrectionConfig` -> its `Ratios`, and a function of them and its value that gives each
+token's factor (docs/training.md#a-sampler-that-is-not-the-trainer).
+"""
 
 
 def correct(
     batch: Sequence[WeightedRollout], trainer: Sequence[FloatArray], config: RolloutCorrectionConfig
 ) -> tuple[list[WeightedRollout], dict[str, float]]:
     """Weight advantages by the trainer's probabilities before the update (`trainer`, float32 [T] logprobs
-    each) over the sampler's, and make them the loss's reference, so only the ratio to it changes in the
-    update.
-
-    Metrics over loss tokens: the mean weight, the largest ratio, and in `correction/NAME` the share that a
-    part clipped or masked.
+    each) over the sampler's, and make them the loss's reference. Also returns metrics over loss tokens.
     """
     parts = {name: value for name in CORRECTIONS if (value := getattr(config, name)) is not None}
     corrected: list[WeightedRollout] = []
@@ -364,7 +352,8 @@ def correct(
 
 def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> float:
     """DAPO's soft overlong punishment of the longest reply (Yu et al. 2025): 0 up to (1 - `buffer`) * `limit`
-    tokens, -1 at the limit, linear between."""
+    tokens, -1 at the limit, linear between.
+    """
     longest = max((call.reply_tokens for call in calls), default=0)
     return float(np.clip(((1 - buffer) * limit - longest) / (buffer * limit), -1.0, 0.0))
 
@@ -382,7 +371,7 @@ def keep_top_entropy(
 ) -> list[WeightedRollout]:
     """Zero advantages outside of the `share` of tokens with the highest entropies (float32 [T] each).
 
-    Wang et al. 2025, "Beyond the 80/20 Rule", arXiv:2506.01939.
+    Wang et al. 2025, arXiv:2506.01939.
     """
     every = np.concatenate(
         [entropy[item.rollout.loss_mask] for item, entropy in zip(batch, entropies, strict=True)]
@@ -405,9 +394,8 @@ def covariant_tokens(
     """Mark tokens with an outstanding covariance: float32 [T] each, 1 or 0 (Cui et al. 2025,
     arXiv:2505.22617).
 
-    It is (A - mean(A)) (log p - mean(log p)), with means over the batch's loss tokens and p the trainer's
-    probability before the update (`trainer`: float32 [T] each). Marks the `share` of tokens with the largest,
-    or with a `band` as many random tokens inside it.
+    These are the `share` of tokens with the largest, or with a `band` as many random tokens inside it.
+    `trainer`: logprobs before the update, float32 [T] each.
     """
     masks = [item.rollout.loss_mask for item in batch]
     advantages = np.concatenate([item.advantages[mask] for item, mask in zip(batch, masks, strict=True)])

@@ -23,10 +23,7 @@ Encode = Callable[[str], Awaitable[Sequence[int] | None]]
 
 
 def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
-    """Raises ConfigError with the first difference: a token, a merge, or a text's ids.
-
-    `whose` names the other model in messages.
-    """
+    """Raises ConfigError with the first difference. `whose` names the other model."""
     if (own / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes():
         return
     ours, theirs = _tokenizer(own), _tokenizer(other)
@@ -36,8 +33,7 @@ def check_same_tokenizer(own: Path, other: Path, *, whose: str) -> None:
 
 
 async def check_tokenizer_of_server(own: Path, encode: Encode, *, longest: int, whose: str) -> None:
-    """Raises ConfigError with the first text, of at most `longest` tokens, that `encode` encodes
-    differently."""
+    """Raises ConfigError with the first text, up to `longest` tokens, that `encode` encodes differently."""
     ours = _tokenizer(own)
     for text in _texts(ours, min(TOKENS_OF_TEXT, longest // 4)):
         theirs = await encode(text)
@@ -67,7 +63,7 @@ def check_loads_the_same(folder: Path, note: Callable[[str], None]) -> None:
         theirs: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         their_ids = [theirs.encode(text, add_special_tokens=False) for text in texts]
         their_texts = [theirs.decode(each, clean_up_tokenization_spaces=False) for each in ids]
-    except Exception as error:  # The folder can name any class, which may raise anything.
+    except Exception as error:  # The folder names any class, which may raise anything.
         raise _wrong_tokenizer(
             folder, "one that does not work", f"{type(error).__name__}: {error}"
         ) from error

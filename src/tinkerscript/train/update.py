@@ -30,7 +30,7 @@ class PolicyUpdate:
         self.own, *self.roles = self._learners = list(learners)
         self._lags = lags
         self._log = log
-        # Uuid -> ledger number, of episodes that may train (again).
+        # Uuid -> ledger number, of episodes that may train.
         self._sequences: dict[str, int] = {}
         self._restore(parts)
 
@@ -57,8 +57,7 @@ class PolicyUpdate:
     async def check(self, step: TrainingStep) -> None:
         """Decide what trains, before any policy's weights change.
 
-        If the trainer does not reproduce the samples, sets the step's episodes aside and raises
-        AlignmentError.
+        If the trainer does not reproduce the samples, sets them aside and raises AlignmentError.
         """
         by_version = self._lags.by_version(step.number - 1)
         kept = {uuid for each in self._learners if each.replay is not None for uuid in each.replay.episodes}
@@ -103,7 +102,7 @@ class PolicyUpdate:
         return list(rows.values())
 
     def note_tokens(self, step: TrainingStep, *, stopped: str = "") -> None:
-        """Only if the run records the numbers or they explain why it stops."""
+        """Only if the run records them or they explain why it stops."""
         if not (stopped or keeps_tokens(self._recording, step.number)):
             return
         for learner in self._learners:

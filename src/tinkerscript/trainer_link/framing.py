@@ -1,7 +1,6 @@
 """Framing, socket options, intervals and send queue for both ends of the link.
 
-A frame is a msgpack list of the messages queued in one event-loop iteration. A malformed message is dropped
-alone, and every queue is bounded.
+A frame is a msgpack list of messages. A malformed message is dropped alone, and every queue is bounded.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tinkerscript.trainer_link.messages import Tagged, ToServer, ToTrainer
 logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 256 * 2**20  # A larger frame disconnects the peer.
-MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20  # Leaves room for the list around the messages.
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 2**20  # Leaves room for the list.
 FULL_FRAME_BYTES = 4 * 2**20
 MAX_QUEUED = 100_000  # The oldest are dropped beyond it.
 

@@ -1,7 +1,7 @@
 """Keys of a link that leaves this machine (CURVE), and the check of connections.
 
-The run folder has a key pair for each end, as ZeroMQ certificates, created once and atomically. CURVE proves
-a key, `LinkGuard` admits only the trainer's (ZAP, RFC 27), and a socket monitor reports failed handshakes.
+The run folder has a pair for each end, as ZeroMQ certificates. CURVE proves a key, `LinkGuard` admits only
+the trainer's (ZAP, RFC 27), and a socket monitor reports failed handshakes.
 """
 
 from __future__ import annotations
@@ -48,8 +48,6 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class TrainerKeys:
-    """Each key is 40 characters of Z85."""
-
     public: bytes
     secret: bytes = field(repr=False)
     server_public: bytes  # The only trusted server.

@@ -1,8 +1,7 @@
 """Messages of the ZeroMQ link between trainer and server: msgspec structs in msgpack.
 
 Delivery is at least once. Registrations repeat until `Registered` and are idempotent by episode uuid. Rows
-repeat until `Committed`, in order. Outcomes arrive in order of their end numbers, and the trainer reports the
-last one it has.
+repeat until `Committed`, in order. Outcomes arrive in order of their end numbers.
 """
 
 from __future__ import annotations
@@ -99,8 +98,6 @@ class Commit(Tagged, frozen=True):
 
 
 class Resume(Tagged, frozen=True):
-    """Asks where to continue."""
-
     request_id: int
     checkpoints: list[int]
     replay_lag: int = 0
@@ -111,8 +108,6 @@ class Resume(Tagged, frozen=True):
 
 
 class Fetch(Tagged, frozen=True):
-    """Asks for an episode's result."""
-
     request_id: int
     episode: int
 
@@ -171,7 +166,7 @@ class Welcome(Tagged, frozen=True):
     """The `Hello` that this answers; everything sent before it is committed. 0 on a new connection."""
 
     quarantined: dict[str, str] = {}
-    """Client -> why it gets no episodes: all its attempts fail."""
+    """Client -> why it gets no episodes."""
 
 
 class Refused(Tagged, frozen=True):

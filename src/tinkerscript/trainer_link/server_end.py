@@ -1,7 +1,7 @@
 """The server's end of the link: a ROUTER socket that serves one trainer at a time.
 
-The trainer that started last owns the server; others are `Refused`. Frames to a trainer start with the
-server's epoch. Undeliverable frames are dropped, because important messages repeat (see `messages`).
+The trainer that started last owns the server. Frames to a trainer start with the server's epoch.
+Undeliverable frames are dropped, because important messages repeat.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`TrainerLink`: the trainer's end of the link.
 
-It repeats registrations, commits, cancellations and requests until confirmed; the server repeats outcomes. A
-link survives a server's replacement: frames with a lower epoch than a known one are dropped.
+It repeats registrations, commits, cancellations and requests until confirmed; the server repeats outcomes.
+Frames with an older epoch are dropped, so a link survives a server's replacement.
 """
 
 from __future__ import annotations

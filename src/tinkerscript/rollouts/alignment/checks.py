@@ -60,9 +60,8 @@ def find_errors(
     """Return the names of a sequence's errors; empty if it may train.
 
     `vocabulary`: number of token ids. `prompts`: the episode's full prompts (`full_prompts`); without them,
-    calls with a parent in another sequence are checked from their new prompt ids on. `refuse_constrained`:
-    whether a constrained token is an error. `scales_logits`: whether the trainer scores at the sampling
-    temperature.
+    calls with a parent in another sequence are checked from their new prompt ids on. `scales_logits`: whether
+    the trainer scores at the sampling temperature.
     """
     length = len(rollout.tokens)
     arrays = [rollout.sampled, rollout.loss_mask, rollout.logprobs, rollout.rewards]
@@ -117,7 +116,7 @@ def _segment_errors(rollout: Rollout, scales_logits: bool) -> Iterator[str]:
 
 
 def _same(ours: FloatArray, theirs: FloatArray) -> bool:
-    """Values that are not finite count as equal: they are reported separately."""
+    """Values that are not finite count as equal: they have another error."""
     return ours.tobytes() == theirs.tobytes() or not np.isfinite(ours).all()
 
 
@@ -125,7 +124,7 @@ def _call_errors(call: Call, scales_logits: bool) -> Iterator[str]:
     if call.temperature == 0:
         yield "greedy"
     elif call.temperature != 1 and call.logprob_kind == "raw":
-        # Losses need logprobs of the distribution sampled from.
+        # Losses need the sampled distribution's.
         yield "raw_logprobs_at_temperature"
     elif call.temperature != 1 and not scales_logits:
         yield "temperature_not_one"
@@ -134,10 +133,7 @@ def _call_errors(call: Call, scales_logits: bool) -> Iterator[str]:
 
 
 def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[str]:
-    """Compare each call's prompt with the tokens before it.
-
-    After a parent in this sequence, only new tokens are compared.
-    """
+    """Compare each call's prompt with the tokens before it, after a parent in this sequence only new ones."""
     tokens, ends = rollout.tokens, dict[str, Segment]()
     for segment in rollout.segments:
         call = segment.call

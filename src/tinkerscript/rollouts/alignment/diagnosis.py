@@ -1,7 +1,7 @@
 """Compares logprobs: the sampler's with the trainer's, and sibling sequences with each other.
 
-`Contradictions` needs no trainer. While the sampled tokens of a group's sequences agree, the same weights
-must give the next token one logprob, and different next tokens probabilities that sum to at most 1.
+While the sampled tokens of a group's sequences agree, the same weights must give the next token one logprob,
+and different next tokens probabilities that sum to at most 1 (`Contradictions`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OVERFULL_SHARE = 0.05  # Share of prefixes above `MAX_TOTAL` on a noisy server.
 
 
 def is_comparable(call: Call) -> bool:
-    """Whether the logprobs are of the whole distribution, from before a grammar."""
+    """Whether the logprobs are of the whole distribution."""
     return TokenConstraint.UNKNOWN not in call.constrained
 
 
@@ -38,9 +38,8 @@ def is_comparable(call: Call) -> bool:
 class Gap:
     """The sampler's logprobs against the trainer's, as sums over n tokens.
 
-    With d = trainer - sampler: k1 = mean(-d) and k3 = mean(exp(d) - 1 - d) estimate KL(sampler || trainer)
-    (Schulman 2020, "Approximating KL divergence"); the effective sample size is (sum w)^2 / (n sum w^2) with
-    w = exp(d).
+    docs/rollouts.md#metrics-of-a-step has the formulas. k1 and k3 estimate KL(sampler || trainer) (Schulman
+    2020, "Approximating KL divergence").
     """
 
     tokens: int = 0
@@ -53,7 +52,7 @@ class Gap:
 
     @classmethod
     def between(cls, sampler: FloatArray, trainer: FloatArray) -> Gap:
-        """Compare logprobs, float32 [n] each. Raises AlignmentError for NaN."""
+        """Compare float32 [n] each. Raises AlignmentError for NaN."""
         d = trainer.astype(np.float64) - sampler
         if np.isnan(d).any():
             raise AlignmentError("the trainer's or the sampler's logprobs are not numbers")
@@ -139,8 +138,7 @@ def diagnose(
     """Name the pattern of the calls with a mean |dlogp| above `threshold`; None without such calls.
 
     Real servers return logprobs that are shifted, truncated, of the most likely token, or of tokens not
-    sampled. Without a pattern, the finding is `logprob_gap`. `retokenise(ids)` encodes the ids' text again,
-    to recognize ids encoded from text.
+    sampled. Other findings are `logprob_gap`. `retokenise(ids)` encodes the ids' text again.
     """
     bad = [pair for pair in pairs if len(pair.ids) and pair.gap > threshold]
     if not bad:
@@ -184,7 +182,7 @@ def _residuals(bad: Sequence[Pair], shift: int) -> tuple[float, float]:
     """Mean |sampler[i] - trainer[i + shift]| within the calls, infinite for too little overlap; and the least
     that the same logprobs leave unshifted or shuffled.
 
-    The second is small too for nearly equal logprobs (a collapsed policy), and where only the first or last
+    The second is also small for nearly equal logprobs (a collapsed policy), and where only the first or last
     tokens differ.
     """
     first, last = slice(abs(shift), None), slice(-abs(shift))
@@ -202,7 +200,7 @@ def _residuals(bad: Sequence[Pair], shift: int) -> tuple[float, float]:
 
 
 def _truncated(bad: Sequence[Pair], figures: str) -> Finding | None:
-    """Whether calls end with a filler value, mostly 0, and match before."""
+    """Whether calls end with a filler value, mostly 0."""
     fits, missing = 0, 0
     for pair in bad:
         kept = _before_filler(pair.sampler)
@@ -250,7 +248,7 @@ def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
 class Contradictions:
     repeats: int = 0
     gap: float = 0.0
-    """Summed |difference| of their logprobs."""
+    """Summed |difference| of logprobs."""
 
     prefixes: int = 0
 

@@ -21,10 +21,10 @@ class Counts:
     tokens_trained: int = 0
     tokens_total: int = 0
     side_calls: int = 0
-    """Calls that an agent made outside of its work."""
+    """Calls outside of an agent's work."""
 
     tokens_unmerged: int = 0
-    """The same calls' tokens, each with its full prompt."""
+    """The calls' tokens, each with its full prompt."""
 
     errors: Counter[str] = field(default_factory=Counter[str])
     warnings: Counter[str] = field(default_factory=Counter[str])
@@ -33,7 +33,7 @@ class Counts:
     logprob_kinds: Counter[str] = field(default_factory=Counter[str])
     constrained: Counter[str] = field(default_factory=Counter[str])
     ignored: Counter[str] = field(default_factory=Counter[str])
-    """Calls by fields without effect (`Call.ignored`)."""
+    """Calls by fields without effect."""
 
     gaps: dict[int, Gap] = field(default_factory=dict[int, Gap])
     """By policy lag in training steps."""

@@ -1,4 +1,4 @@
-"""The engines that train and sample a run. Each is a module here, and an entry of `BACKENDS`."""
+"""The engines that train and sample a run: a module and an entry of `BACKENDS` each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ async def open_backend(
     restore: str | None,
     note: Callable[[str], None],
 ) -> AsyncGenerator[TrainerBackend]:
-    """Raises as `TrainerBackend.open` does."""
     backend_class = backend_named(config.backend)
     opening = backend_class.open(config, model, checkpoint_dir=checkpoint_dir, seed=seed, note=note)
     async with opening as backend:

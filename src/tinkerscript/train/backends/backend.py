@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from tinkerscript.engine.frozen import TopLogprobs  # Imports PEFT, which takes half a second.
 
 SKIPPED = f"train/{SKIPPED_STEPS}"
-"""Metric: optimizer steps with a gradient that was not finite."""
+"""Metric: optimizer steps skipped because the gradient was not finite."""
 
 __all__ = ["FrozenModel", "FrozenSampler", "Publisher", "TrainerBackend", "TrainingClient"]
 
 
 class TrainingClient(Protocol):
-    """The Tinker methods that a run uses. Calls take effect in order."""
+    """The Tinker methods that a run uses, which take effect in order."""
 
     def forward(
         self,
@@ -62,12 +62,11 @@ class Publisher(ABC):
     max_context: int
     seeds = True
     holds = 0
-    """How many older versions can be held (`Sampler.hold`)."""
+    """How many older versions `Sampler.hold` can hold."""
 
     @abstractmethod
     async def publish(self, policy_version: int) -> Sampler:
-        """A sampler over a frozen copy of the current weights. Raises EngineError if nothing can sample
-        them."""
+        """A sampler over a frozen copy of the weights. Raises EngineError if nothing can sample them."""
 
     async def announce(self, policy_version: int) -> None:  # noqa: B027 (most have nothing to do)
         """The ledger has the version, so it may be sampled."""
@@ -91,17 +90,16 @@ class TrainerBackend(Publisher):
     vocabulary: int
     stop_ids: frozenset[int]
     scales_logits = False
-    """Whether tokens train and are scored at their sampling temperatures, with the inputs `temperatures` and
-    `mask` (`engine.losses`)."""
+    """Whether tokens train and are scored at their sampling temperatures."""
 
     routing: Routing | None = None
-    """How experts are chosen, if training replays them."""
+    """How experts are chosen, if replayed."""
 
     _start: FrozenModel | None = None
 
     @classmethod
     def check(cls, config: EngineConfig, model: Path, note: Callable[[str], None]) -> None:
-        """Raises ConfigError or EngineError for what can be known before a run has a folder."""
+        """Raises ConfigError or EngineError before a run has a folder."""
 
     @classmethod
     @abstractmethod
@@ -134,7 +132,7 @@ class TrainerBackend(Publisher):
         """Open a second policy over the same model, with its own weights, optimizer and checkpoints.
 
         It begins with a run's `checkpoint` (empty: like this backend's run), or continues from `restore`.
-        This backend closes it. Raises ConfigError and EngineError.
+        Raises ConfigError and EngineError.
         """
 
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
@@ -156,7 +154,6 @@ class TrainerBackend(Publisher):
         return await self._start.logprobs(sequences, temperatures)
 
     async def renew_start(self, checkpoint: Path) -> None:
-        """Make `start_logprobs` score with a checkpoint of this run."""
         self._start = None  # Both weights may not fit into memory.
         self._start = await self.open_frozen(str(checkpoint))
 
@@ -165,7 +162,7 @@ class FrozenModel(ABC):
     """A model that never changes. Its backend closes it."""
 
     sampler: Sampler
-    """Its samples have the version `FOREIGN_POLICY`."""
+    """Samples have the version `FOREIGN_POLICY`."""
 
     max_context: int
     folder: Path
@@ -224,7 +221,7 @@ def seed_of_role(seed: int, role: str) -> int:
 class Stepped:
     metrics: dict[str, float]
     logprobs: list[FloatArray]
-    """float32 [T] per datum: its targets before the step. Empty if not returned."""
+    """float32 [T] per datum: the targets' before the step. Empty if not returned."""
 
 
 # Tinker's betas with torch's epsilon: with Tinker's 1e-12, rounding decides where a gradient is almost 0.
@@ -242,6 +239,7 @@ async def optimizer_step(
     computed: tinker.ForwardBackwardOutput | None = None,
 ) -> Stepped:
     """Take one AdamW step on the summed loss. `computed`: the datums' `forward_backward` output, if any."""
+    # A service runs both calls in order, so send them before awaiting either.
     # Send both calls before awaiting either: a service runs them in order.
     forward = None if computed else client.forward_backward(datums, loss_fn, loss_config)
     optim = client.optim_step(

@@ -1,7 +1,4 @@
-"""`EmbeddedBackend`: the engine in the trainer's process. Checkpoints are Hugging Face folders.
-
-A sample's progress arrives in token order on the event loop that awaits it.
-"""
+"""`EmbeddedBackend`: the engine in the trainer's process. Checkpoints are Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -161,7 +158,7 @@ class EmbeddedBackend(TrainerBackend):
             base = await asyncio.to_thread(base_of_adapter, folder)
         else:
             folder = self._start_folder or self.engine.folder
-            # A frozen adapter shares the engine's base, which only LoRA keeps.
+            # A frozen adapter can share the base that LoRA keeps.
             base = self.engine.folder if self.engine.is_lora else None
         adapter = folder if base is not None and folder != base else None
         weights = await asyncio.to_thread(self.engine.open_frozen, base or folder, adapter)

@@ -55,7 +55,7 @@ def connect(base_url: str) -> tinker.ServiceClient:
 async def capabilities(
     service: tinker.ServiceClient, base_url: str
 ) -> tinker.types.GetServerCapabilitiesResponse:
-    """From the session's client up to 0.36, then from the REST client."""
+    """From the session's client up to 0.36, then the REST client."""
     rest_client: Any = getattr(tinker, "RestClient", None)
     if hasattr(rest_client, "get_server_capabilities"):
         rest = await asyncio.to_thread(rest_client, base_url=base_url or None)
@@ -77,7 +77,7 @@ async def new_client(owner: object, method: str, *args: object, **options: objec
 
 
 def awaitable(future: Awaitable[T] | concurrent.futures.Future[T]) -> Awaitable[T]:
-    """Up to 0.36, a sampling client's future cannot be awaited."""
+    """Up to 0.36, sampling clients' futures cannot be awaited."""
     return future if isinstance(future, Awaitable) else asyncio.wrap_future(future)
 
 

@@ -1,7 +1,6 @@
-"""`TinkerBackend`: a service with Tinker's protocol. Checkpoints contain the path of the weights there.
+"""`TinkerBackend`: a service with Tinker's protocol. A checkpoint contains the path of the weights there.
 
-Tinker's SDK retries by itself, for a result indefinitely (docs/tinker.md); `SlowCallNotifier` reports such
-waits. Missing features are found before the first episode.
+The SDK retries by itself, for a result without limit; `SlowCallNotifier` reports such waits.
 """
 
 from __future__ import annotations
@@ -359,8 +358,7 @@ async def _lacks(base_url: str) -> list[str]:
 
 
 async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwardOutput:
-    """The output with `loss:sum`, if necessary from SkyRL's token losses. Raises EngineError without
-    either."""
+    """Add `loss:sum`, from SkyRL's token losses if necessary. Raises EngineError without either."""
     found = await output
     if "loss:sum" in found.metrics:
         return found
@@ -372,7 +370,7 @@ async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.
 
 
 def after_the_first(row: Sequence[float | None], length: int) -> FloatArray:
-    """A prompt's logprobs as float32 [length]. For the first, Tinker has a placeholder, SkyRL nothing."""
+    """float32 [length]. For the first token, Tinker has a placeholder, SkyRL nothing."""
     if len(row) not in (length, length - 1):
         raise EngineError(f"compute_logprobs returned {len(row)} values for a prompt of {length} tokens")
     return np.array([0.0, *row[len(row) - length + 1 :]], dtype=np.float32)
@@ -390,7 +388,7 @@ async def _limits(
         raise ConfigError(
             f"engine.service_model: {config.service_model!r} is not one of {', '.join(sorted(models))}"
         )
-    # An older SDK or server lacks these fields.
+    # Older SDKs or servers lack these fields.
     if getattr(models[name], "trainable", None) is False:
         raise ConfigError(f"engine.service_model: the service does not train {name!r}")
     return name, min(own, getattr(models[name], "max_context_length", None) or own)

@@ -1,9 +1,7 @@
 """`ReplicaPool`: publishes each version of the weights to all replicas, and routes model calls to them.
 
-An episode stays with one replica, which has cached its earlier turns. A replica samples only from versions
-that it loaded by their files' digest and did not fail to prove, and only after showing that adapters act on
-every kind of module. A single version samples a call. Unanswered calls of a lost replica are repeated
-elsewhere.
+A replica samples only from versions that pass the checks of docs/vllm.md#when-a-version-counts. A single
+version samples a call. Unanswered calls of a lost replica are repeated elsewhere.
 """
 
 from __future__ import annotations
@@ -39,19 +37,20 @@ PROOF_TOKENS = 512
 PROMPTS, RANDOM_TOKENS = 16, 32
 
 LOAD_S = 1800.0
-"""To load the model. A replica's death is noticed at once."""
+"""A replica's death is noticed at once."""
 
 PROVE_S = 120.0
-"""To load and prove a version, or else the replica is lost."""
+"""To load and prove a version; otherwise the replica is lost."""
 
 HANG_S = 60.0
-"""A replica with requests hangs if it samples nothing for this long."""
+"""A replica with requests that samples nothing for this long hangs."""
 
 RESTART_RETRY_S = 1.0
 
 Scorer = Callable[[Path, Sequence[IntArray], Sequence[NDArray[np.int64]]], Awaitable[list[FloatArray]]]
-"""(weights folder, prompts int32 [P] each, next tokens int64 [N] each) -> the trainer's logprobs, float32
-[N] each."""
+"""(weights folder, prompts int32 [P] each, next tokens int64 [N] each) -> the trainer's logprobs, float32 [N]
+each.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class ReplicaPool(Sampler):
     replicas: list[Replica]
     config: InferenceConfig
     keep: int
-    """Newest versions to sample from. One more stays loaded for running calls."""
+    """Newest versions to sample from. One more stays loaded."""
 
     model_folder: Path
     vocabulary: int
@@ -122,7 +121,7 @@ class ReplicaPool(Sampler):
     # Replicas come and go
 
     async def begin(self) -> None:
-        """Wait until all replicas can sample. Raises ConfigError for an unusable one."""
+        """Wait until all replicas can sample. Raises ConfigError."""
         try:
             await asyncio.gather(*(self._begin(replica, self._limit) for replica in self.replicas))
         except GatewayError as error:
@@ -135,7 +134,6 @@ class ReplicaPool(Sampler):
         return self.load_s if self.config.launch.replicas else self.config.start_timeout_s
 
     async def failed(self) -> NoReturn:
-        """Never returns. Raises what breaks the pool."""
         await asyncio.shield(self._failure)
         raise AssertionError("a pool has no result")
 
@@ -149,7 +147,7 @@ class ReplicaPool(Sampler):
             older = None
             for published in self._live:
                 async with asyncio.timeout(self.prove_s):
-                    # A restarted server may have something else under this name.
+                    # A restarted server may have another version under this name.
                     await replica.retire(published.version, published.name)
                     await self._admit(replica, published, older)
                 older = published
@@ -225,7 +223,7 @@ class ReplicaPool(Sampler):
     async def publish(self, published: Published) -> None:
         """Load and prove a version on every serving replica. Those that fail are lost.
 
-        Raises EngineError if no replica has the version and none comes back.
+        Raises EngineError if no replica has the version.
         """
         async with self._publishing:
             kept = self._live[-self.keep :]
@@ -310,10 +308,7 @@ class ReplicaPool(Sampler):
     # Sharing devices with the trainer
 
     async def sleep(self) -> None:
-        """Make replicas release their memory. Calls wait until `wake`.
-
-        Replicas that do not serve yet are killed, and may restart after `wake`.
-        """
+        """Make replicas release memory, and kill those that do not serve yet. Calls wait until `wake`."""
         self.is_awake.clear()
         await self._everywhere(Replica.sleep, "did not go to sleep")
         for replica in self.replicas:
@@ -431,7 +426,7 @@ class ReplicaPool(Sampler):
         self._unpin(affinity)
 
     def _remember(self, request: SampleRequest, result: SampleResult) -> None:
-        """Keep a prompt for proofs: the request, and the reply up to a random token."""
+        """Keep a prompt for proofs, which ends at a random token of the reply."""
         prompt = unpack_ids(request.prompt)
         for sequence in result.sequences[:1]:
             sampled = unpack_ids(sequence.sampled)

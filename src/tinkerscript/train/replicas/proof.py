@@ -1,11 +1,10 @@
 """Judges from logprobs whether a replica samples from the weights that it was given.
 
-Two versions of an adapter differ by less than a bfloat16 replica's rounding noise, so comparing values proves
-nothing. Instead, over many tokens, the replica's changes between versions are regressed on the trainer's: the
-slope is near 1 for the newer version and near 0 for the older one, whatever constant differences their
-kernels have. The standard error is a jackknife over positions, because errors at one position are correlated.
-With a float32 trainer the changes must also match up to noise, because a few old weights leave the slope near
-1.
+Two versions of an adapter differ by less than a bfloat16 replica's rounding noise. So the replica's changes
+between versions are regressed on the trainer's over many tokens: the slope is near 1 for the newer version
+and near 0 for the older one, whatever constant differences their kernels have. The standard error is a
+jackknife over positions, where errors are correlated. With a float32 trainer the changes must also match up
+to noise, because a few old weights leave the slope near 1.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ import numpy as np
 from tinkerscript.rollouts.call import FloatArray
 
 Verdict = Literal["proved", "refused", "undecidable", "unchanged"]
-"""`unchanged`: the trainer's logprobs are equal under both versions."""
+"""`unchanged`: the trainer's logprobs are equal."""
 
-# A slope within this of 1 means the newer version, any other slope another version, if it is this many
-# standard errors away from the border.
+# A slope within this of 1 means the newer version, any other another version, if it is this many standard
+# errors away from the border.
 FROM_ONE = 0.5
 STANDARD_ERRORS = 3.0
 
 # How much of a change may be missing, as a root mean square: this share of it, plus this multiple of the gap
-# between replica and trainer for the older version.
+# between replica and trainer.
 PARTLY, TIMES_NOISE = 0.05, 4.0
 
 # Replicas clip lower logprobs.
 UNLIKELY = -30.0
 
 SMALLEST_CHANGE = 1e-6
-"""Root mean square in nats; smaller changes are float32 rounding."""
+"""Root mean square in nats, below which a change is float32 rounding."""
 
-# Rounding in a bfloat16 trainer pulls the slope towards 0, so its change must be this many times that gap.
+# Rounding in a bfloat16 trainer pulls the slope towards 0 unless its change is this many times that gap.
 OVER_NOISE = 2.0
 
 
@@ -58,14 +57,14 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Logprobs of the same tokens under two versions, [N] per position."""
+    """Logprobs of tokens under two versions, [N] per position."""
 
     older: Sequence[FloatArray]
     newer: Sequence[FloatArray]
 
 
 def judge(replica: Scores, trainer: Scores, *, exact: bool = True) -> Evidence:
-    """`exact`: whether the trainer computes in float32. Raises ValueError if shapes differ."""
+    """`exact`: the trainer computes in float32. Raises ValueError if shapes differ."""
     changes: list[tuple[FloatArray, FloatArray]] = []
     gap, noise = 0.0, 0.0
     for ours, theirs in zip(

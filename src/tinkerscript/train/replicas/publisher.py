@@ -1,7 +1,7 @@
 """`ReplicaPublisher`: vLLM replicas sample the weights that the embedded engine trains.
 
-A version is in `adapters/policy-<run>-<version>-<digest>` in the run's folder: an adapter, or all weights if
-all train. Its files never change.
+A version is in `adapters/policy-<run>-<version>-<digest>`: an adapter, or all weights. Its files never
+change.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ async def open_replicas(
 ) -> AsyncGenerator[ReplicaPublisher]:
     """Open the replicas that `config` launches or names; leaving the context ends them.
 
-    `server_url`: where replicas on other machines download adapters; empty if they share the run's folder.
+    `server_url`: where other machines' replicas download adapters; empty if they share the run's folder.
     Raises ConfigError for an unusable replica, and the supervisor's error for one that cannot run.
     """
     if not isinstance(backend, EmbeddedBackend):
@@ -208,7 +208,7 @@ def _scorer(engine: EmbeddedEngine) -> Scorer:
     ) -> list[FloatArray]:
         client = await engine.sample_copy(folder)
         scored = [
-            # The last position is not scored, so append an id.
+            # An extra id, because the last position is not scored.
             client.score(
                 tinker.ModelInput.from_ints([*ids.tolist(), 0]),
                 chosen=(np.full(len(chosen), len(ids) - 1, np.int64), chosen),

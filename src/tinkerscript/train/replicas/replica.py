@@ -1,8 +1,7 @@
 """`Replica`: one vLLM server that samples for a run, with the versions that it has loaded.
 
-Its next-token logprobs, always through an adapter, tell which weights it has. vLLM 0.32 has two bugs with
-adapters on the head: scoring a prompt next to other requests kills the engine
-(`punica_wrapper.add_lora_logits`), and on CPUs, base model requests get the last loaded adapter's head.
+Its next-token logprobs tell which weights it has, always through an adapter, because vLLM 0.32 has two faults
+with adapters on the head (docs/vllm.md#what-was-run; `punica_wrapper.add_lora_logits`).
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from tinkerscript.sampler import SampleRequest, SampleResult
 from tinkerscript.tokenizer import LightTokenizer
 
 PROOF_TOP = 20
-"""vLLM's default limit of logprobs per position."""
+"""vLLM's default limit per position."""
 
 CHECK_TIMEOUT_S = 5.0
 
 
 class LostError(Exception):
-    """A replica is lost, or no longer has the version."""
+    """A replica is lost, or lacks the version."""
 
 
 @dataclass(eq=False)
@@ -45,7 +44,7 @@ class Replica:
     api_key: str = ""
     timeout_s: float = field(kw_only=True)
     is_launched: bool = False
-    """Whether the run starts it; `move` then says where it is."""
+    """Whether the run starts it, and `move` says where."""
 
     adapters: bool = True
 
@@ -98,7 +97,7 @@ class Replica:
         self._is_gone.set()
 
     async def begin(self, model_folder: Path, timeout_s: float) -> ServerFacts:
-        """Wait until the server responds, and examine it. Raises ConfigError."""
+        """Wait until the server responds. Raises ConfigError."""
         self._samplers.clear()
         self._weights = ""
         self.tokens = 0.0
@@ -133,13 +132,13 @@ class Replica:
 
     @property
     def base(self) -> str:
-        """The model's name without an adapter; empty if the server has only one."""
+        """The model's name without an adapter; empty if there is only one."""
         return self.config.model if self._facts is None else self._facts.model
 
     async def take(self, folder: Path) -> None:
         """Load the weights in `folder`. Raises GatewayError.
 
-        Full weights replace the current ones and end their calls. Adapters load when a request names them.
+        Full weights end running calls. Adapters load when a request names them.
         """
         name = folder.name
         if self.adapters or self._weights == name:
@@ -173,7 +172,7 @@ class Replica:
         )
 
     async def sample(self, request: SampleRequest, version: int, *, is_held: bool = False) -> SampleResult:
-        """Raises LostError, and GatewayError as `RemoteSampler.sample` does: 503 for other weights.
+        """Raises LostError, and GatewayError as `RemoteSampler.sample` does.
 
         `cut` leaves `is_held` calls alone.
         """
@@ -204,7 +203,8 @@ class Replica:
 
     async def _interrupt(self, samplers: Mapping[int, RemoteSampler]) -> None:
         """End running calls with partial samples if they can continue, else by LostError. The server must
-        still have their weights."""
+        still have their weights.
+        """
         if self._text is not None:
             for sampler in samplers.values():
                 sampler.cut()
@@ -217,7 +217,7 @@ class Replica:
                 call.cancel()
 
     async def retire(self, version: int, name: str) -> None:
-        """Stop sampling from a version, and unload its adapter after running calls. Raises GatewayError."""
+        """Unload an adapter after running calls. Raises GatewayError."""
         self._samplers.pop(version, None)
         if self.adapters:
             await self._server.unload_adapter(name)
@@ -233,9 +233,9 @@ class Replica:
             call.cancel()
 
     async def sleep(self) -> None:
-        """Release the devices' memory, and end running calls. Raises GatewayError."""
+        """Release memory, and end running calls. Raises GatewayError."""
         samplers = self._samplers
-        if self._text is not None:  # A cut is permanent, so versions get new samplers.
+        if self._text is not None:  # A cut is permanent.
             self._samplers = {version: replace(sampler) for version, sampler in samplers.items()}
         await self._interrupt(samplers)
         await self._server.sleep()
