@@ -71,7 +71,8 @@ A key is valid for one claim, so make a new client, or a new process, for each e
 NOTES = """\
 ## Notes
 
-- The server ignores `parsed` and `parsed_arguments`, which `openai` adds to messages that it streamed or parsed.
+- The server ignores `parsed` and `parsed_arguments`, which `openai` adds to messages that it streamed or
+  parsed.
 - Anthropic's tool runner sends one extra request: it asks for a server-side thread, gets
   `thread_unsupported_request`, and sends the whole history instead.
 - `run_stream` in `pydantic-ai` takes the first text of a reply as the final one, even if tool calls follow.
