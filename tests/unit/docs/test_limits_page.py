@@ -27,8 +27,8 @@ def amount(bound: Bound) -> str:
         shown = f"{limit // size} {unit}{bound.unit.removeprefix('bytes')}"
     elif limit > 2**30 and limit & (limit + 1) == 0:
         shown = f"2^{limit.bit_length()} - 1 {bound.unit}"
-    elif limit > 2**30:
-        shown = f"10^{len(str(limit)) - 1} {bound.unit}"
+    elif limit > 2**30 and limit == 10 ** (digits := len(str(limit)) - 1):
+        shown = f"10^{digits} {bound.unit}"
     else:
         shown = f"{limit:,} {bound.unit}"
     return shown if bound.limit else f"{shown} by default"
