@@ -24,48 +24,46 @@ INTRODUCTION = """\
 
 To turn a program that calls a model into a rollout, give it the episode's base URL and API key.
 `make acceptance` runs every client and fails if a result differs from this page, which
-`scripts/clients_table.py` writes from `tests/clients/results.json`.
+`scripts/clients_table.py` writes.
 """
 
 FEATURES_TEXT = """\
 ## What works
 
-**yes**: tested, and token-exact. –: the library or the API does not offer it, or another row covers it.
+**yes**: tested, and token-exact. –: the library or the API lacks it, or another row covers it.
 """
 
 MEANINGS = """\
 - *tools, several turns*: three questions, reasoning, two tools, two calls in one reply, unusually spelled
   arguments, trailing white space, characters split across tokens.
-- *malformed call*: a tool call with JSON that never closes stays text, and the conversation
-  continues.
+- *malformed call*: a tool call with unclosed JSON stays text, and the conversation continues.
 - *required call*, *JSON schema*: `tool_choice` and `response_format`, or the API's equivalents, under a
   grammar.
-- *logprobs*: the client received the logprobs that the sampler logged; with `return_token_ids`, also the ids.
+- *logprobs*: the client received the sampler's logprobs; with `return_token_ids`, also the ids.
 - *three at once*: three identical conversations in one episode, in parallel, give three sequences.
 - *retry after 503*: the library retries by itself, and nothing is recorded twice.
 - *disconnect mid-stream*: an abandoned reply is not recorded, and the next request is answered.
 
-Each client's program runs against a real server. The model spells its replies in tokens that the tokenizer
-would not produce, so any detour through text would change the ids. After every feature, each sampled token is
-in the episode exactly once, with its logprob and after the prompt that it was sampled from; the conversation
-is one training sequence, whether the client sends reasoning back or not; and the alignment report is clean.
+Each client runs against a real server. The model spells its replies in tokens that the tokenizer would not
+produce, so any detour through text would change the ids. After every feature, each sampled token is in the
+episode exactly once, with its logprob and after its own prompt; the conversation is one training sequence,
+whether the client sends reasoning back or not; and the alignment report is clean.
 """
 
 REFUSED_TEXT = """\
 ## Refused requests
 
-An unsupported field is refused with status 400 before anything is sampled, with a message that names it, such
-as `reasoning.effort is not supported by this server; leave it out`. Tested, with a model that takes no
-[images](models.md#images), were:
+An unsupported field gets status 400 before anything is sampled, with a message that names it, such as
+`reasoning.effort is not supported by this server; leave it out`. With a model that takes no
+[images](models.md#images), we tested:
 """
 
 SNIPPETS_TEXT = """\
 ## How to point a client at an episode
 
-`episode` comes from `tinkerscript.client`; see [Start](start.md#your-own-agent). The tests run these lines.
-Or set the library's variables: `OPENAI_BASE_URL` and `OPENAI_API_KEY`; `ANTHROPIC_BASE_URL`
-(without `/v1`) and `ANTHROPIC_API_KEY`; for Inspect's `openai-api/NAME/policy`, `NAME_BASE_URL` and
-`NAME_API_KEY`.
+`episode` comes from `tinkerscript.client` ([Start](start.md#your-own-agent)). Or set the library's variables:
+`OPENAI_BASE_URL` and `OPENAI_API_KEY`; `ANTHROPIC_BASE_URL` (without `/v1`) and `ANTHROPIC_API_KEY`; for
+Inspect's `openai-api/NAME/policy`, `NAME_BASE_URL` and `NAME_API_KEY`.
 
 A key is valid for one claim, so make a new client, or a new process, for each episode.
 """
@@ -73,17 +71,17 @@ A key is valid for one claim, so make a new client, or a new process, for each e
 NOTES = """\
 ## Notes
 
-- `openai` adds `parsed` and `parsed_arguments` to messages that it streamed or parsed. The server ignores
-  them, because they repeat the message.
-- Anthropic's tool runner first asks for a server-side thread. It gets `thread_unsupported_request` and falls
-  back to sending the whole history: one extra request per runner.
+- The server ignores `parsed` and `parsed_arguments`, which `openai` adds to messages that it streamed or
+  parsed.
+- Anthropic's tool runner sends one extra request: it asks for a server-side thread, gets
+  `thread_unsupported_request`, and sends the whole history instead.
 - `run_stream` in `pydantic-ai` takes the first text of a reply as the final one, even if tool calls follow.
   For an agent with tools, give `run` an `event_stream_handler`.
 - `openai-agents` sends traces to OpenAI unless you pass `use_for_tracing=False` or set
   `OPENAI_AGENTS_DISABLE_TRACING=1`.
 - `litellm` retries only if `num_retries` is given.
-- `verifiers` keeps the sampler's own `prompt_ids`, `completion_ids` and `completion_logprobs` of each step if
-  it asks for logprobs and `return_token_ids`.
+- `verifiers` keeps each step's `prompt_ids`, `completion_ids` and `completion_logprobs` if it asks for
+  logprobs and `return_token_ids`.
 """
 
 
