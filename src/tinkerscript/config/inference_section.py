@@ -123,8 +123,8 @@ class RoleConfig(Section):
 
     model: str = ""
     """Weights: a folder or Hugging Face id (both `frozen`), a checkpoint, or with `engine.backend: tinker` a
-    `tinker://` path or a model of the service. Empty: the run's start. With `base_url`, the model's name
-    there; `frozen` may leave it empty for the only one."""
+    `tinker://` path or a model of the service. Empty: the run's own at its start. With `base_url`, the
+    model's name there; `frozen` may leave it empty for the only one."""
 
     base_url: str = ""
     """URL of the server of an `outside` role, or of a vLLM server with the policy's tokenizer for a `frozen`
