@@ -15,48 +15,47 @@ from tinkerscript.config.section import Section, http_url
 
 class LoraConfig(Section):
     rank: int = Field(default=0, ge=0)
-    """Rank of the adapter. 0: all weights train, or at a service an adapter of rank 32."""
+    """Rank of the adapter. 0: all weights train (at a service, an adapter of rank 32)."""
 
     alpha: float = Field(default=32.0, gt=0)
     """The adapter's output is multiplied by `alpha / rank`. Services always use 32."""
 
     targets: list[str] = Field(default_factory=lambda: ["attn", "mlp", "unembed"], min_length=1)
-    """`attn`, `mlp`, `unembed` (the head), or in the embedded engine the last part of a linear module's name,
-    such as `q_proj`."""
+    """`attn`, `mlp`, `unembed` (the head), or in the embedded engine the last part of a linear module's name
+    (`q_proj`)."""
 
 
 class EngineConfig(Section):
     backend: str = "embedded"
-    """`embedded`: the trainer's own engine. `tinker`: a service with Tinker's protocol (docs/tinker.md); its
-    key is in TINKER_API_KEY."""
+    """`embedded`: the trainer's own. `tinker`: a service with Tinker's protocol (docs/tinker.md); its key is
+    in TINKER_API_KEY."""
 
     model: str = "tiny"
     """`tiny` (in the package), a Hugging Face folder or id (`Qwen/Qwen3-8B`, `Qwen/Qwen3-8B@REVISION`), or a
     `.gguf` file. A folder wins over an id. `tinker` reads no weights."""
 
     lora: LoraConfig = Field(default_factory=LoraConfig)
-    """A LoRA adapter to train over the frozen model."""
+    """An adapter to train over the frozen model."""
 
     checkpoint: str = ""
     """Weights to start from, with a fresh optimizer: a checkpoint folder of the same backend
-    (`runs/.../checkpoints/final`) or, with `tinker`, a `tinker://` path."""
+    (`runs/.../checkpoints/final`), or with `tinker` a `tinker://` path."""
 
     base_url: str = ""
-    """URL of the `tinker` service. Empty: TINKER_BASE_URL, or the hosted service."""
+    """URL of the service. Empty: TINKER_BASE_URL, or the hosted one."""
 
     service_model: str = ""
-    """The model's name at the `tinker` service. Empty: its only model."""
+    """The model's name at the service. Empty: its only model."""
 
     threads: int = Field(default=0, ge=0)
-    """Torch threads. 0: one for a small model, where more are slower, otherwise all of the trainer's
-    cores."""
+    """Torch threads. 0: one for a small model, where more are slower, otherwise every core of the trainer."""
 
     max_batch: int = Field(default=128, ge=1)
     """Maximum sequences decoded together."""
 
     cache_tokens: int = Field(default=0, ge=0)
-    """Tokens in the key-value cache, for running sequences and reusable prefixes. Calls that do not fit wait.
-    0: what memory allows (docs/engine.md#memory)."""
+    """Tokens in the key-value cache. Calls that do not fit wait. 0: what memory allows
+    (docs/engine.md#memory)."""
 
     device: str = "cpu"
     """Torch device: `cpu`, `cuda`, `cuda:1`."""
@@ -65,19 +64,19 @@ class EngineConfig(Section):
     """GPUs to train on, or processes with `device: cpu` (docs/devices.md)."""
 
     sharding: Literal["replicate", "shard"] = "replicate"
-    """`replicate`: each device has all weights. `shard`: each has a part (FSDP2), and the first also a full
-    copy to sample from."""
+    """`replicate`: each device has all weights. `shard`: each has a part (FSDP2), and the first also a copy
+    of all to sample from."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Precision of matrix products. `auto`: bfloat16 if the hardware supports it; sampler and trainer then
     differ slightly (docs/models.md)."""
 
     activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass: less memory, a third more time."""
 
     routing_replay: bool = False
-    """Train a mixture of experts with the experts that the sampler chose, which rounding can change (R3,
-    docs/models.md)."""
+    """Train with the experts that the sampler chose, which rounding can change (R3, docs/models.md). Only for
+    mixtures of experts."""
 
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments for the chat template, such as `{enable_thinking: false}`."""

@@ -21,8 +21,8 @@ class LaunchConfig(Section):
     """Replicas to start."""
 
     gpus: list[int] | Literal["any"] = Field(default_factory=list[int])
-    """GPUs to use; each replica takes the next `tensor_parallel`. `any`: Ray chooses. Empty: none, for vLLM's
-    CPU build."""
+    """GPUs to use; each replica takes the next `tensor_parallel`. `any`: Ray chooses. Empty: none (vLLM's CPU
+    build)."""
 
     cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a replica."""
@@ -31,10 +31,10 @@ class LaunchConfig(Section):
     """GPUs per replica."""
 
     python: str = ""
-    """Python of an environment with vLLM and tinkerscript. Empty: the trainer's."""
+    """Python with vLLM and tinkerscript. Empty: the trainer's."""
 
     args: list[str] = Field(default_factory=list[str])
-    """Arguments of the vLLM server, such as `--gpu-memory-utilization=0.5`."""
+    """Arguments of vLLM's server, such as `--gpu-memory-utilization=0.5`."""
 
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """Environment variables for the replicas."""
@@ -49,11 +49,11 @@ class InferenceConfig(Section):
     """vLLM replicas that the run starts."""
 
     replicas: list[str] = Field(default_factory=list[str])
-    """URLs of vLLM replicas that already run."""
+    """URLs of running vLLM replicas."""
 
     on_publish: Literal["move", "finish", "continue"] = "move"
     """When running episodes get new weights: at the next model call (`move`) or token (`continue`), or once
-    they are too old to train (`finish`, replicas only)."""
+    their own are too old to train (`finish`, replicas only)."""
 
     sleep: bool = False
     """While the trainer uses the replicas' GPU, they release its memory and model calls wait
@@ -119,16 +119,16 @@ RESERVED_ROLES = ("policy", "side")
 class RoleConfig(Section):
     kind: Literal["frozen", "outside", "trained"]
     """`frozen`: a model that does not train. `outside`: an OpenAI-compatible server, such as a judge.
-    `trained`: a second policy, such as an opponent, with its own optimizer, rewards and checkpoints."""
+    `trained`: a second policy, such as an opponent, with its own optimizer and checkpoints."""
 
     model: str = ""
     """Weights: a folder or Hugging Face id (both `frozen`), a checkpoint, or with `engine.backend: tinker` a
-    `tinker://` path or a model of the service. Empty: the run's own at its start. With `base_url`, the
-    model's name there; `frozen` may leave it empty for the only one."""
+    `tinker://` path or a model of the service. Empty: those of the run at its start. With `base_url`: the
+    model's name there (`frozen`: empty for the only one)."""
 
     base_url: str = ""
-    """URL of the server of an `outside` role, or of a vLLM server with the policy's tokenizer for a `frozen`
-    one. Empty: the run's engine."""
+    """URL of an `outside` role's server, or for `frozen` of a vLLM server with the policy's tokenizer. Empty:
+    the run's engine."""
 
     api_key_env: str = ""
     """Environment variable with the server's API key."""

@@ -38,18 +38,17 @@ class TaskConfig(Section):
     environment (`KIND:NAME`, docs/environments.md), or your class (`file.py:NAME`)."""
 
     train_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the training samples."""
+    """Task arguments that select training samples."""
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the evaluation samples. If equal to `train_args`, the score is not held
-    out."""
+    """Task arguments that select evaluation samples. If equal to `train_args`, the score is not held out."""
 
     sandbox_type: str = ""
-    """Sandbox in place of the task's own: `docker`, `bubblewrap` (docs/agents.md), `local` (the model's code
-    runs on the worker's machine, not isolated), or another of Inspect's."""
+    """Replaces the task's own: `docker`, `bubblewrap` (docs/agents.md), `local` (the model's code runs on the
+    worker's machine, not isolated), or another of Inspect's."""
 
     sandbox_config: str = ""
-    """The sandbox's config file, such as a compose file."""
+    """The sandbox's config, such as a compose file."""
 
     @model_validator(mode="after")
     def _config_is_of_a_sandbox(self) -> TaskConfig:
@@ -70,21 +69,21 @@ class WeightedTaskConfig(TaskConfig):
 
 class EvaluationConfig(Section):
     episodes: int = Field(default=1000, ge=0)
-    """Episodes of the evaluations before and after training. 0: none."""
+    """Episodes before and after training. 0: none."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations during training. 0: none."""
+    """Steps between evaluations. 0: none during training."""
 
     interim_episodes: int = Field(default=200, ge=1)
     """Episodes of an evaluation during training."""
 
     attempts: int = Field(default=1, ge=1)
-    """Episodes per sample. With k, the score is avg@k, and the metrics include pass@k
+    """Episodes per sample. With k, the score is avg@k, with pass@k in the metrics
     (docs/training.md#pass-at-k)."""
 
     share: float = Field(default=0.05, gt=0, le=1)
-    """Share of running and of all episodes that evaluations may take while steps train. The rest runs after
-    the last step (docs/training.md#evaluation)."""
+    """Share of running and of all episodes that evaluations may take while steps train
+    (docs/training.md#evaluation). The rest runs after the last step."""
 
 
 class MetricsConfig(Section):
@@ -96,7 +95,7 @@ class MetricsConfig(Section):
     """Project at W&B and Trackio; the run has its folder's name."""
 
     extra: list[str] = Field(default_factory=list[str])
-    """Your functions for metrics of a step, as `module:name` or `file.py:name` (docs/extending.md)."""
+    """Your functions for a step's metrics, as `module:name` or `file.py:name` (docs/extending.md)."""
 
 
 class WorkersConfig(Section):
@@ -118,16 +117,15 @@ class WorkersConfig(Section):
 
 class ClusterConfig(Section):
     launcher: Literal["local", "ray"] = "local"
-    """Where processes start: on this machine (`local`) or a Ray cluster (`ray`; docs/cluster.md, `pip install
+    """`local`: processes start on this machine. `ray`: on a Ray cluster (docs/cluster.md, `pip install
     'tinkerscript[ray]'`)."""
 
     address: str = ""
-    """Address of the Ray cluster's head, such as `10.0.0.1:6379`; this machine must be one of its nodes.
-    Empty: a local Ray, which ends with the run."""
+    """Address of the cluster's head, such as `10.0.0.1:6379`; this machine must be a node. Empty: a local
+    Ray, which ends with the run."""
 
     environment: list[str] = Field(default_factory=list[str])
-    """Environment variables that Ray passes to workers and replicas, such as `HF_TOKEN`. Required tokens
-    always pass."""
+    """Environment variables that Ray passes on, such as `HF_TOKEN`. Required tokens always pass."""
 
 
 class RunConfig(Section):
@@ -136,28 +134,28 @@ class RunConfig(Section):
     in `runs/run_17` and copies its results there (docs/cluster.md, `pip install 'tinkerscript[remote]'`)."""
 
     enable_tinkerscript_mode: bool = True
-    """False: server and one worker run in the trainer's process."""
+    """False: one process runs trainer, server and one worker."""
 
     method: Literal["grpo", "sft"] = "grpo"
     """`grpo`: reinforcement learning. `sft`: supervised training on chats."""
 
     seed: int = 1
-    """Seed for the order of samples, sampling, and training."""
+    """Seed for the order of samples, sampling and training."""
 
     log_format: LogFormat = "text"
-    """Format of the files in `logs`; `json` has one object per line (docs/monitoring.md)."""
+    """Format of the files in `logs` (docs/monitoring.md)."""
 
     page_port: Port | Literal["off"] = "auto"
-    """Port of the run's page. `auto`: 10085, or a free one if that is in use. 0: a free one. `off`: no page.
-    Other machines can reach it only if the admin token is set."""
+    """Port of the run's page. `auto`: 10085, or if in use a free one. 0: a free one. `off`: no page. Other
+    machines can reach it only if the admin token is set."""
 
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
     """What the ledger keeps beyond training's needs: transcripts, calls of failed attempts, and per-token
     values of `all` steps or every N-th (`every 10`). `off`: none."""
 
     recording_limit_mb: int = Field(default=20_480, ge=0)
-    """Maximum MiB of calls, tokens and transcripts in the ledger. Beyond it, the oldest episodes that can no
-    longer train lose theirs. 0: no limit."""
+    """Maximum MiB of calls, tokens and transcripts in the ledger. Beyond it, the oldest episodes that cannot
+    train lose theirs. 0: no limit."""
 
     interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
     """The server that hands out episodes and answers model calls."""
@@ -182,7 +180,7 @@ class RunConfig(Section):
     """Defaults for model calls."""
 
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    """Training with GRPO. `method: sft` uses the keys of optimizer, schedule and checkpoints."""
+    """Training with GRPO. `method: sft` uses its keys of optimizer, schedule and checkpoints."""
 
     sft: SftConfig = Field(default_factory=SftConfig)
     """Supervised training on chats, for `method: sft`."""

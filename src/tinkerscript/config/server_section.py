@@ -31,25 +31,25 @@ class ClientConfig(Section):
 
 class InterchangeConfig(Section):
     interchange_method: Literal["ipc", "tcp"] = "ipc"
-    """Link between trainer and server: `ipc` on one machine, `tcp` between machines."""
+    """Link between trainer and server: `ipc` on one machine, `tcp` between two."""
 
     interchange_server_host: str = "127.0.0.1"
     """Address that the HTTP server binds. Both tokens are required if it is not loopback, with
     `trusted_proxies`, or with another host in `public_base_url`."""
 
     interchange_server_port: Port = "auto"
-    """HTTP port. 0: a free one. `auto`: 10086, or a free one if that is in use and `public_base_url` is
-    empty. The run folder's `server.json` has the URL."""
+    """HTTP port. 0: a free one. `auto`: 10086, or if in use and without `public_base_url` a free one.
+    `server.json` in the run folder has the URL."""
 
     link_host: str = "127.0.0.1"
-    """IP address that the link binds with `tcp`, which encrypts it: the trainer needs the run folder's
+    """IP address that the `tcp` link binds. It is encrypted: the trainer needs the run folder's
     `link_keys`."""
 
     link_port: int = Field(default=0, ge=0, le=65535)
     """Port of the `tcp` link. 0: a free port."""
 
     public_base_url: str = ""
-    """URL for clients, if it differs from host and port, as behind a proxy."""
+    """URL for clients, if not of host and port, as behind a proxy."""
 
     trusted_proxies: list[str] = Field(default_factory=list[str])
     """Addresses of proxies that may set `X-Forwarded-Proto` and `X-Forwarded-For`."""
@@ -58,7 +58,7 @@ class InterchangeConfig(Section):
     """PEM file with the certificate and its chain, to serve HTTPS."""
 
     tls_key: str = ""
-    """PEM file with the private key. Empty: the key is in `tls_certificate`."""
+    """PEM file with the private key. Empty: it is in `tls_certificate`."""
 
     clients: list[ClientConfig] = Field(default_factory=list[ClientConfig])
     """Clients with their own tokens and limits. Others share a token."""
@@ -86,7 +86,7 @@ class InterchangeConfig(Section):
 
     max_reward: float = Field(default=MAX_REWARD, gt=0, le=MAX_REWARD)
     """Rewards of a larger magnitude are refused. With untrusted clients, set the scorer's maximum: one huge
-    reward decides the direction of a step."""
+    reward decides a step's direction."""
 
     max_tokens_per_claim: int = Field(default=4_000_000, ge=1)
     """Maximum tokens that a claim may sample."""

@@ -35,8 +35,8 @@ class SamplingConfig(Section):
     the program's top-p, top-k, min-p and repetition penalty."""
 
     max_tokens: int = Field(default=0, ge=0)
-    """Maximum tokens of a reply for requests without a limit. 0: 64 for a small model, otherwise 512 or half
-    of a shorter context."""
+    """Maximum tokens of a reply for requests without a limit. 0: 64 for a small model, else 512 or half of a
+    shorter context."""
 
     @property
     def reply_tokens(self) -> int:
@@ -52,13 +52,13 @@ class RolloutCorrectionConfig(Section):
     """Weight min(w, `tis`) per token (truncated importance sampling). 2 is usual."""
 
     sequence_tis: float | None = Field(default=None, gt=0)
-    """The same with the product of w over a sequence's trained tokens."""
+    """The same with a sequence's product of w."""
 
     mis: float | None = Field(default=None, gt=0)
     """Weight w per token; tokens with w above `mis` carry no loss."""
 
     sequence_mis: float | None = Field(default=None, gt=0)
-    """The same with the product of w over a sequence's trained tokens."""
+    """The same with a sequence's product of w."""
 
     icepop: Bounds | None = None
     """Weight w per token; tokens with w outside [low, high] carry no loss. The paper uses [0.5, 5]."""
@@ -116,11 +116,11 @@ class DistillationConfig(Section):
     """Role (`kind: frozen`) that scores sampled tokens."""
 
     reward_coef: float = Field(default=0.0, ge=0)
-    """Weight of the task's reward, relative to the teacher's divergence. 0: only the teacher counts, and a
-    group may have one episode."""
+    """Weight of the task's reward, relative to the teacher's divergence. 0: only the teacher counts, and
+    groups may have one episode."""
 
     top_k: int = Field(default=0, ge=0)
-    """Train on the divergence from the teacher over its `top_k` most probable tokens and the rest, as a loss,
+    """Train on the divergence over the teacher's `top_k` most probable tokens and the rest, as a loss,
     instead of the sampled token's as a reward. Needs a teacher in the trainer. 0: off."""
 
     @model_validator(mode="after")
@@ -137,9 +137,9 @@ class DistillationConfig(Section):
 
 class CreditConfig(Section):
     level: Literal["episode", "turn", "state"] = "turn"
-    """Advantage of a call's tokens if programs reward single calls: the `episode`'s, or its return compared
-    with the group's calls at the same `turn`, or with those that saw the same `state`, plus the episode's
-    (GiGPO)."""
+    """Advantage of a call's tokens if programs reward single calls: the `episode`'s, or the call's return
+    compared with the group's at the same `turn`, or after the same observation, plus the episode's (`state`,
+    GiGPO)."""
 
     discount: float = Field(default=1.0, gt=0, le=1)
     """Factor by which a reward shrinks for each call further back."""
@@ -155,7 +155,7 @@ class CreditConfig(Section):
 
 class JudgeConfig(Section):
     function: str = ""
-    """Function that gets all episodes of a complete group and returns their rewards, as `module:name` or
+    """Function that returns the rewards of a complete group's episodes, as `module:name` or
     `file.py:name`."""
 
     role: str = ""
@@ -179,8 +179,8 @@ class JudgeConfig(Section):
 
 class CurriculumConfig(Section):
     by: Literal["none", "pass_rate"] = "none"
-    """`none`: each pass over the data asks every sample once. `pass_rate`: skip samples that are nearly
-    always or never solved, and prefer those in between (docs/training.md#a-curriculum)."""
+    """`none`: each pass asks every sample once. `pass_rate`: skip samples that are nearly always or never
+    solved, and prefer those in between (docs/training.md#a-curriculum)."""
 
     pass_reward: float = 1.0
     """Minimum reward of a solved episode, if it reports no `is_success`."""
@@ -222,11 +222,11 @@ class TrainingConfig(Section):
 
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Maximum steps between the weights that sampled an episode and those that it trains. Above 0, sampling
-    overlaps with training (docs/training.md). null: 0, or 1 if clients register their own samples."""
+    overlaps with training (docs/training.md). null: 0, or 1 if clients register their samples."""
 
     on_stale: Literal["wait", "drop"] = "wait"
-    """When a running group would become too old: delay the step until it ends (`wait`), or train without its
-    old episodes, which still count in the group's baseline (`drop`)."""
+    """When a running group would become too old: wait for it (`wait`), or train without its old episodes,
+    which still count in the group's baseline (`drop`)."""
 
     replay_uses: int = Field(default=1, ge=1)
     """Steps that an episode may train in. n adds n - 1 times `groups_per_step` earlier groups to each step,
@@ -247,17 +247,17 @@ class TrainingConfig(Section):
 
     constrained_tokens: Literal["mask", "train", "refuse"] = "mask"
     """Tokens that a grammar forced or restricted (`response_format`, required tools) carry no loss (`mask`),
-    train like others (`train`), or exclude their sequence (`refuse`)."""
+    train (`train`), or exclude their sequence (`refuse`)."""
 
     max_mean_dlogp: float = Field(default=0.1, gt=0)
-    """Mean difference of trainer's and sampler's logprobs at policy lag 0 above which a step is misaligned.
-    Half of it is a warning."""
+    """Mean difference of their logprobs at policy lag 0 above which sampler and trainer are misaligned. Half
+    of it is a warning."""
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass over a batch, which is split evenly."""
 
     minibatch_size: int = Field(default=0, ge=0)
-    """Minimum sequences per optimizer step: a pass takes as many steps as that allows. 0: `minibatches`
+    """Minimum sequences per optimizer step; a pass takes as many steps as that allows. 0: `minibatches`
     decides."""
 
     epochs_per_batch: int = Field(default=1, ge=1)
@@ -266,22 +266,22 @@ class TrainingConfig(Section):
     advantage_baseline: Literal["group_mean", "leave_one_out", "running_mean", "sample_mean", "none"] = (
         "group_mean"
     )
-    """Subtracted from an episode's reward: the mean of its group, of the group's other episodes, of all
-    rewards so far, or of its sample's earlier rewards, or nothing (docs/training.md#advantages)."""
+    """Subtracted from an episode's reward: the mean of its group, of the group's others, of all rewards so
+    far, or of its sample's earlier ones, or nothing (docs/training.md#advantages)."""
 
     advantage_scale: Literal[
         "none", "group_deviation", "group_mean", "batch_deviation", "running_deviation"
     ] = "none"
-    """Divides the difference: nothing, the group's standard deviation or mean, or the standard deviation over
-    the step's tokens or all rewards so far (docs/training.md#advantages)."""
+    """Divides the difference: nothing, the group's deviation or mean, or the deviation over the step's tokens
+    or all rewards so far (docs/training.md#advantages)."""
 
     pass_k: int = Field(default=1, ge=1)
     """An episode's reward becomes the mean, over all sets of k episodes of its group that include it, of the
     set's best reward."""
 
     reward_weights: dict[str, float] = Field(default_factory=dict[str, float])
-    """Scores that replace the reward, by name, with their weights (GDPO). Each score's advantage is divided
-    by its deviation in the group before they are added."""
+    """Scores that replace the reward, with their weights (GDPO). Each score's advantage is divided by its
+    deviation in the group before they are added."""
 
     mask_truncated: bool = False
     """Sequences that end at the token limit carry no loss, but count in the group's baseline."""
@@ -293,7 +293,7 @@ class TrainingConfig(Section):
     length_penalty: dict[Literal["token", "turn"], Cost] = Field(
         default_factory=dict[Literal["token", "turn"], float]
     )
-    """Reward that an episode loses for each `token` sampled and each `turn` (call): `{turn: 0.05}`."""
+    """Reward lost for each `token` sampled and each `turn` (call): `{turn: 0.05}`."""
 
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """Share of the step's tokens that train, by highest entropy."""
@@ -303,36 +303,36 @@ class TrainingConfig(Section):
     `loss_config.entropy`."""
 
     credit: CreditConfig = Field(default_factory=CreditConfig)
-    """How rewards of single model calls are used (docs/rewards.md)."""
+    """How rewards of single model calls count (docs/rewards.md)."""
 
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     """A judge that compares all episodes of a group (docs/rewards.md)."""
 
     kl_penalty_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL divergence from the start policy, subtracted from each token's reward. `loss_config`
-    can add it to the loss instead."""
+    adds it to the loss instead."""
 
     kl_reference_every: int = Field(default=0, ge=0)
     """Steps after which the policy becomes the new reference of KL penalty and losses. 0: it stays the start
     policy."""
 
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
-    """Training on a teacher's scores (docs/training.md)."""
+    """Training on a teacher's scores (docs/training.md#a-teacher)."""
 
     loss_fn: str = "ppo"
     """`ppo`, `importance_sampling`, `cispo` or `gspo`; with the embedded engine also `dro`, `ppo_dual_clip`,
     `dppo_tv`, `dppo_kl`, `sapo`, `clip_cov`, `kl_cov`, or your own as `module:name` (docs/extending.md)."""
 
     loss_config: dict[str, float] = Field(default_factory=dict[str, float])
-    """Settings of the loss besides its clip thresholds, such as `{dual_clip: 3}`. The embedded engine adds
+    """The loss's settings besides its clip thresholds, such as `{dual_clip: 3}`. The embedded engine adds
     `entropy`, `kl_k1`, `kl_k2`, `kl_k3` and `kl_unbiased` to any loss, with these weights
     (docs/training.md#losses)."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """Clipping losses clip below a ratio of 1 - clip_low. null: 0.2, or 3e-4 for `gspo`. 1: never."""
+    """Losses clip ratios below 1 - clip_low. null: 0.2, or 3e-4 for `gspo`. 1: never."""
 
     clip_high: float | None = Field(default=None, ge=0)
-    """Clipping losses clip above a ratio of 1 + clip_high. null: 0.2, or 4e-4 for `gspo`."""
+    """Losses clip ratios above 1 + clip_high. null: 0.2, or 4e-4 for `gspo`."""
 
     loss_mean: Literal["sequences", "tokens", "tokens_then_sequences", "episodes"] = "sequences"
     """Divides a minibatch's summed token losses: its trained `sequences` or `tokens`, each sequence's tokens
@@ -350,7 +350,7 @@ class TrainingConfig(Section):
     """Decay of the learning rate after the warmup, down to a tenth."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps until the full learning rate: step n uses n / (warmup_steps + 1) of it."""
+    """Steps before the full learning rate: step n uses n / (warmup_steps + 1) of it."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay."""
@@ -526,11 +526,11 @@ class SftConfig(Section):
     folder, to train on its best episodes."""
 
     best: int = Field(default=1, ge=1)
-    """If `data` is a run: how many of each group's episodes train, by highest reward; with `dpo_beta`, how
+    """If `data` is a run: how many of each group's episodes train, by highest reward, or with `dpo_beta` how
     many pairs."""
 
     dpo_beta: float = Field(default=0.0, ge=0)
-    """DPO on pairs from a run's groups, with this weight of the divergence from the start policy; 0.1 is
+    """DPO on pairs of a run's episodes, with this weight of the divergence from the start policy; 0.1 is
     usual."""
 
     held_out: int = Field(default=32, ge=0)
