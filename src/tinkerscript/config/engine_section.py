@@ -27,8 +27,8 @@ class LoraConfig(Section):
 
 class EngineConfig(Section):
     backend: str = "embedded"
-    """`embedded`: the trainer's own. `tinker`: a service with Tinker's protocol (docs/tinker.md); its key is
-    in TINKER_API_KEY."""
+    """`embedded`: the trainer's own engine. `tinker`: a service with Tinker's protocol (docs/tinker.md); its
+    key is in TINKER_API_KEY."""
 
     model: str = "tiny"
     """`tiny` (in the package), a Hugging Face folder or id (`Qwen/Qwen3-8B`, `Qwen/Qwen3-8B@REVISION`), or a

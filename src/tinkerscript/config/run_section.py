@@ -44,8 +44,8 @@ class TaskConfig(Section):
     """Task arguments that select evaluation samples. If equal to `train_args`, the score is not held out."""
 
     sandbox_type: str = ""
-    """Replaces the task's own: `docker`, `bubblewrap` (docs/agents.md), `local` (the model's code runs on the
-    worker's machine, not isolated), or another of Inspect's."""
+    """Sandbox in place of the task's own: `docker`, `bubblewrap` (docs/agents.md), `local` (the model's code
+    runs on the worker's machine, not isolated), or another of Inspect's."""
 
     sandbox_config: str = ""
     """The sandbox's config, such as a compose file."""
@@ -405,7 +405,7 @@ class RunConfig(Section):
 
     @property
     def no_images(self) -> dict[str, str]:
-        """Why calls may have no images, by role (empty: the main policy). Other policies train on them."""
+        """Why calls may have no images, by role (empty: the main policy). A role that is absent may."""
         found: dict[str, str] = {}
         for role in ("", *self.trained_roles):
             training = self.training_of(role)

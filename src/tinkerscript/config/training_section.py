@@ -250,8 +250,8 @@ class TrainingConfig(Section):
     train (`train`), or exclude their sequence (`refuse`)."""
 
     max_mean_dlogp: float = Field(default=0.1, gt=0)
-    """Mean difference of their logprobs at policy lag 0 above which sampler and trainer are misaligned. Half
-    of it is a warning."""
+    """Sampler and trainer are misaligned if their logprobs differ by more than this in the mean, at policy
+    lag 0. Half of it is a warning."""
 
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass over a batch, which is split evenly."""
