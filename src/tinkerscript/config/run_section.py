@@ -147,7 +147,7 @@ class RunConfig(Section):
 
     page_port: Port | Literal["off"] = "auto"
     """Port of the run's page. `auto`: 10085, or if in use a free one. 0: a free one. `off`: no page. Other
-    machines can reach it only if the admin token is set."""
+    machines can reach it only with the admin token set."""
 
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
     """What the ledger keeps beyond training's needs: transcripts, calls of failed attempts, and per-token

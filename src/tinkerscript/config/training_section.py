@@ -188,8 +188,8 @@ class CurriculumConfig(Section):
 
 class EntropyConfig(Section):
     target: float = Field(default=0.0, ge=0)
-    """Entropy in nats per token. In a step below it, the bonus acts and its weight grows by `delta`; above
-    it, the bonus is off and its weight shrinks. 0: off."""
+    """Entropy in nats per token. Below it, the bonus acts and its weight grows by `delta` a step; above it,
+    the bonus is off and its weight shrinks. 0: off."""
 
     delta: float = Field(default=0.005, gt=0)
     """Change per step of the weight, which begins at 0 and is never negative."""
@@ -243,7 +243,7 @@ class TrainingConfig(Section):
 
     on_misalignment: Literal["stop", "warn"] = "stop"
     """If sampler and trainer disagree on logprobs at policy lag 0: end the run before the weights change
-    (`stop`), or train without the sequences known to be wrong (`warn`)."""
+    (`stop`), or leave out the sequences known to be wrong (`warn`)."""
 
     constrained_tokens: Literal["mask", "train", "refuse"] = "mask"
     """Tokens that a grammar forced or restricted (`response_format`, required tools) carry no loss (`mask`),
