@@ -47,7 +47,7 @@ SERVICE = "tinkerscript"
 async def evaluate_command(options: EvalOptions, console: Console) -> int:
     """Returns 1 if anything failed, otherwise 0.
 
-    Raises ServerUnreachableError, and ConfigError for an unusable task or checkpoint.
+    Raises ServerUnreachableError, and ConfigError for an unusable task, checkpoint or option.
     """
     if kind_of(options.task) != INSPECT:
         return await evaluate_task(options, console)
@@ -216,10 +216,7 @@ async def model_name(url: str, options: EvalOptions) -> str:
 
 
 async def evaluate_task(options: EvalOptions, console: Console) -> int:
-    """Returns 1 if a sample failed, otherwise 0.
-
-    Raises ServerUnreachableError, and ConfigError for an unusable task, checkpoint or option.
-    """
+    """Returns and raises like `evaluate_command`."""
     if options.model_roles or options.sandbox:
         raise ConfigError(
             f"--model-roles and --sandbox need an Inspect task, and {options.task!r} is not one"

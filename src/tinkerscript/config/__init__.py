@@ -1,6 +1,6 @@
 """The run's configuration: YAML read into pydantic models that refuse unknown keys.
 
-`scripts/write_config_docs.py` generates the docs page from the fields' docstrings.
+`scripts/write_config_docs.py` writes docs/config.md from the fields' docstrings.
 """
 
 from tinkerscript.config.engine_section import EngineConfig, LoraConfig

@@ -18,11 +18,11 @@ class LaunchConfig(Section):
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
     replicas: int = Field(default=0, ge=0)
-    """Replicas that `tinkerscript train` starts on this machine."""
+    """Replicas to start."""
 
     gpus: list[int] | Literal["any"] = Field(default_factory=list[int])
-    """GPUs to use; each replica takes the next `tensor_parallel`. `any`: Ray chooses (`cluster.launcher:
-    ray`). Empty: none, for vLLM's CPU build."""
+    """GPUs to use; each replica takes the next `tensor_parallel`. `any`: Ray chooses. Empty: none (vLLM's CPU
+    build)."""
 
     cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a replica."""
@@ -31,51 +31,49 @@ class LaunchConfig(Section):
     """GPUs per replica."""
 
     python: str = ""
-    """Python of an environment with vLLM and tinkerscript, such as `vllm-env/bin/python`. Empty: the
-    trainer's."""
+    """Python with vLLM and tinkerscript. Empty: the trainer's."""
 
     args: list[str] = Field(default_factory=list[str])
-    """More arguments for the vLLM server, such as `--gpu-memory-utilization=0.5`."""
+    """Arguments of vLLM's server, such as `--gpu-memory-utilization=0.5`."""
 
     env: dict[str, str] = Field(default_factory=dict[str, str])
-    """More environment variables for the replicas."""
+    """Environment variables for the replicas."""
 
 
 class InferenceConfig(Section):
     backend: Literal["trainer", "vllm"] = "trainer"
-    """`trainer`: the engine that trains also samples. `vllm`: vLLM replicas that get each step's weights
-    (`launch` or `replicas`, docs/vllm.md), or with `tinkerscript serve` your own server (`base_url`,
-    docs/samplers.md), with the tokenizer of `engine.model`."""
+    """`trainer`: the engine that trains. `vllm`: replicas that get each step's weights (`launch` or
+    `replicas`, docs/vllm.md), or for `tinkerscript serve` your own server (`base_url`, docs/samplers.md)."""
 
     launch: LaunchConfig = Field(default_factory=LaunchConfig)
     """vLLM replicas that the run starts."""
 
     replicas: list[str] = Field(default_factory=list[str])
-    """URLs of vLLM replicas that already run."""
+    """URLs of running vLLM replicas."""
 
     on_publish: Literal["move", "finish", "continue"] = "move"
-    """How running episodes use new weights. `move`: from the next model call on. `continue`: from the next
-    token on. `finish` (replicas only): not while their own weights may train (`training.max_policy_lag`)."""
+    """When running episodes get new weights: at the next model call (`move`) or token (`continue`), or once
+    their own are too old to train (`finish`, replicas only)."""
 
     sleep: bool = False
-    """Let replicas release their GPU memory while the trainer uses the same GPU (docs/vllm.md). Model calls
-    wait meanwhile."""
+    """While the trainer uses the replicas' GPU, they release its memory and model calls wait
+    (docs/vllm.md)."""
 
     max_loras: int = Field(default=4, ge=2)
-    """Adapters that a replica holds at once: the newest, the next, and older ones in use. Spare room lets
-    evaluations overlap with later steps."""
+    """Adapters that a replica holds: the newest, the next, and older ones in use. More let evaluations
+    overlap with later steps."""
 
     base_url: str = ""
-    """URL of your vLLM server, such as `http://127.0.0.1:8000`, with or without `/v1`."""
+    """URL of your vLLM server, with or without `/v1`."""
 
     model: str = ""
-    """The model's name there. Empty: the only model that it serves."""
+    """The model's name there. Empty: its only model."""
 
     api_key_env: str = ""
-    """Environment variable with its API key. Empty: no key."""
+    """Environment variable with the API key of your server or of `replicas`."""
 
     start_timeout_s: float = Field(default=30.0, ge=0)
-    """Seconds to wait at the start for a server or replica that should already run."""
+    """Seconds to wait for a server or replica that should already run."""
 
     @field_validator("base_url")
     @classmethod
@@ -121,23 +119,22 @@ RESERVED_ROLES = ("policy", "side")
 class RoleConfig(Section):
     kind: Literal["frozen", "outside", "trained"]
     """`frozen`: a model that does not train. `outside`: an OpenAI-compatible server, such as a judge.
-    `trained`: a second policy, such as an opponent, with its own optimizer, rewards and checkpoints."""
+    `trained`: a second policy, such as an opponent, with its own optimizer and checkpoints."""
 
     model: str = ""
-    """Weights of the role: a folder, a Hugging Face id (both `frozen`), or a checkpoint; with
-    `engine.backend: tinker` also a `tinker://` path or a model of the service. Empty: the weights that the
-    run starts from. With `base_url`, the model's name there; only `frozen` may leave it empty, for the only
-    model served."""
+    """Weights: a folder or Hugging Face id (both `frozen`), a checkpoint, or with `engine.backend: tinker` a
+    `tinker://` path or a model of the service. Empty: those of the run at its start. With `base_url`: the
+    model's name there (`frozen`: empty for the only one)."""
 
     base_url: str = ""
-    """URL of a server, with or without `/v1`. Required for `outside`. For `frozen`: a vLLM server with the
-    policy's tokenizer; empty: the run's engine."""
+    """URL of an `outside` role's server, or for `frozen` of a vLLM server with the policy's tokenizer. Empty:
+    the run's engine."""
 
     api_key_env: str = ""
-    """Environment variable with the server's API key. Empty: no key."""
+    """Environment variable with the server's API key."""
 
     learning_rate: float = Field(default=0.0, ge=0)
-    """Learning rate of a `trained` role. 0: `training.learning_rate`. The schedule is the run's."""
+    """Learning rate of a `trained` role. 0: `training.learning_rate`."""
 
     @field_validator("base_url")
     @classmethod

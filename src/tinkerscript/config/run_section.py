@@ -34,22 +34,21 @@ RUNS = Path("runs")
 
 class TaskConfig(Section):
     name: str = ""
-    """An Inspect task (`file.py@name`, or a registered name such as `inspect_evals/gsm8k`), another kind of
-    environment (`KIND:NAME`, docs/environments.md), or your own class (`file.py:NAME`)."""
+    """An Inspect task (`file.py@name`, or a registered name such as `inspect_evals/gsm8k`), another
+    environment (`KIND:NAME`, docs/environments.md), or your class (`file.py:NAME`)."""
 
     train_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the training samples."""
+    """Task arguments that select training samples."""
 
     eval_args: dict[str, JsonValue] = Field(default_factory=dict)
-    """Task arguments that select the evaluation samples. If they equal `train_args`, the score is not held
-    out."""
+    """Task arguments that select evaluation samples. If equal to `train_args`, the score is not held out."""
 
     sandbox_type: str = ""
-    """Sandbox in place of the task's own: `docker`, `bubblewrap` (docs/agents.md), `local` (no isolation: the
-    model's code runs on the worker's machine), or another Inspect provider's."""
+    """Sandbox in place of the task's own: `docker`, `bubblewrap` (docs/agents.md), `local` (the model's code
+    runs on the worker's machine, not isolated), or another of Inspect's."""
 
     sandbox_config: str = ""
-    """Config file of the sandbox, such as a compose file."""
+    """The sandbox's config, such as a compose file."""
 
     @model_validator(mode="after")
     def _config_is_of_a_sandbox(self) -> TaskConfig:
@@ -65,43 +64,43 @@ class TaskConfig(Section):
 
 class WeightedTaskConfig(TaskConfig):
     weight: float = Field(default=1.0, gt=0)
-    """The task's share of the groups, relative to other weights."""
+    """Relative share of the groups."""
 
 
 class EvaluationConfig(Section):
     episodes: int = Field(default=1000, ge=0)
-    """Episodes of the evaluations before and after training. 0: no evaluation."""
+    """Episodes before and after training. 0: none."""
 
     every_steps: int = Field(default=0, ge=0)
-    """Steps between evaluations during training. 0: none."""
+    """Steps between evaluations. 0: none during training."""
 
     interim_episodes: int = Field(default=200, ge=1)
     """Episodes of an evaluation during training."""
 
     attempts: int = Field(default=1, ge=1)
-    """Episodes per evaluation sample. With k, the score is avg@k, and the metrics include pass@k
+    """Episodes per sample. With k, the score is avg@k, with pass@k in the metrics
     (docs/training.md#pass-at-k)."""
 
     share: float = Field(default=0.05, gt=0, le=1)
-    """Share of the episodes that evaluations may use while steps train, among running episodes (one is always
-    allowed) and in total. The rest runs after the last step (docs/training.md)."""
+    """Share of running and of all episodes that evaluations may take while steps train
+    (docs/training.md#evaluation). The rest runs after the last step."""
 
 
 class MetricsConfig(Section):
     loggers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Where metrics go besides `metrics.jsonl`. Each needs its extra, such as `pip install
-    'tinkerscript[tensorboard]'`. TensorBoard's files are in the run folder."""
+    """Where metrics go besides `metrics.jsonl`. Each needs its extra (`pip install
+    'tinkerscript[tensorboard]'`). TensorBoard's files are in the run folder."""
 
     project: str = "tinkerscript"
-    """Project name at W&B and Trackio, where the run has its folder's name."""
+    """Project at W&B and Trackio; the run has its folder's name."""
 
     extra: list[str] = Field(default_factory=list[str])
-    """Functions that compute metrics of a step, as `module:name` or `file.py:name` (docs/extending.md)."""
+    """Your functions for a step's metrics, as `module:name` or `file.py:name` (docs/extending.md)."""
 
 
 class WorkersConfig(Section):
     count: int = Field(default=2, ge=0)
-    """Worker processes that `tinkerscript train` starts. 0: you start them yourself."""
+    """Worker processes to start. 0: you start them."""
 
     cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a worker."""
@@ -118,47 +117,45 @@ class WorkersConfig(Section):
 
 class ClusterConfig(Section):
     launcher: Literal["local", "ray"] = "local"
-    """`local`: the run's processes start on this machine. `ray`: on a Ray cluster (docs/cluster.md, `pip
-    install 'tinkerscript[ray]'`)."""
+    """`local`: processes start on this machine. `ray`: on a Ray cluster (docs/cluster.md, `pip install
+    'tinkerscript[ray]'`)."""
 
     address: str = ""
-    """Address of the Ray cluster's head, such as `10.0.0.1:6379`; this machine must be one of its nodes.
-    Empty: a local Ray, which ends with the run."""
+    """Address of the cluster's head, such as `10.0.0.1:6379`; this machine must be a node. Empty: a local
+    Ray, which ends with the run."""
 
     environment: list[str] = Field(default_factory=list[str])
-    """The trainer's environment variables that Ray passes on to workers and replicas, such as `HF_TOKEN`.
-    Required tokens always pass."""
+    """Environment variables that Ray passes on, such as `HF_TOKEN`. Required tokens always pass."""
 
 
 class RunConfig(Section):
     experiment_dir: str = "auto"
-    """Folder of the run. `auto` creates one under `runs/`. With a URL, such as `s3://bucket/run_17`, the run
-    works in `runs/run_17` and copies its results to the URL (docs/cluster.md, `pip install
-    'tinkerscript[remote]'`)."""
+    """The run's folder. `auto`: a new one in `runs/`. With a URL, such as `s3://bucket/run_17`, the run works
+    in `runs/run_17` and copies its results there (docs/cluster.md, `pip install 'tinkerscript[remote]'`)."""
 
     enable_tinkerscript_mode: bool = True
-    """False: server and one worker run in the trainer's process."""
+    """False: one process runs trainer, server and one worker."""
 
     method: Literal["grpo", "sft"] = "grpo"
-    """`grpo`: reinforcement learning. `sft`: supervised training on chats, such as a warm start."""
+    """`grpo`: reinforcement learning. `sft`: supervised training on chats."""
 
     seed: int = 1
-    """Seed for the order of samples, sampling, and training."""
+    """Seed for the order of samples, sampling and training."""
 
     log_format: LogFormat = "text"
-    """Format of the files in `logs`: `text`, or `json` with one object per line (docs/monitoring.md)."""
+    """Format of the files in `logs` (docs/monitoring.md)."""
 
     page_port: Port | Literal["off"] = "auto"
-    """Port of the run's page. `auto`: 10085, or a free port if that is in use. 0: a free port. `off`: no
-    page. Other machines can reach it only if the admin token is set."""
+    """Port of the run's page. `auto`: 10085, or if in use a free one. 0: a free one. `off`: no page. Other
+    machines can reach it only with the admin token set."""
 
     recording: str = Field(default="all", pattern=r"^(all|off|every [1-9]\d{0,5})$")
     """What the ledger keeps beyond training's needs: transcripts, calls of failed attempts, and per-token
-    values of `all` steps or every N-th (`every 10`). `off`: none of these."""
+    values of `all` steps or every N-th (`every 10`). `off`: none."""
 
     recording_limit_mb: int = Field(default=20_480, ge=0)
-    """Maximum MiB of calls, tokens and transcripts in the ledger. Above it, the oldest episodes that can no
-    longer train lose theirs. 0: no limit."""
+    """Maximum MiB of calls, tokens and transcripts in the ledger. Beyond it, the oldest episodes that cannot
+    train lose theirs. 0: no limit."""
 
     interchange_server: InterchangeConfig = Field(default_factory=InterchangeConfig)
     """The server that hands out episodes and answers model calls."""
@@ -167,13 +164,14 @@ class RunConfig(Section):
     """The task to train and evaluate on."""
 
     tasks: list[WeightedTaskConfig] = Field(default_factory=list[WeightedTaskConfig])
-    """Several tasks in place of `task`, each with the keys of `task` and a weight. Names must be unique."""
+    """Several tasks in place of `task`, each with its keys and a weight."""
 
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    """The engine that trains, and by default also samples."""
+    """The engine that trains, and by default also samples. The keys from `threads` to `routing_replay` are
+    for the embedded engine."""
 
     inference: InferenceConfig = Field(default_factory=InferenceConfig)
-    """What samples the replies of model calls."""
+    """What samples replies to model calls."""
 
     roles: dict[str, RoleConfig] = Field(default_factory=dict[str, RoleConfig])
     """More models that an episode may call, by name (docs/roles.md)."""
@@ -182,13 +180,13 @@ class RunConfig(Section):
     """Defaults for model calls."""
 
     training: TrainingConfig = Field(default_factory=TrainingConfig)
-    """Training with GRPO. `method: sft` uses the optimizer, schedule and checkpoint keys."""
+    """Training with GRPO. `method: sft` uses its keys of optimizer, schedule and checkpoints."""
 
     sft: SftConfig = Field(default_factory=SftConfig)
     """Supervised training on chats, for `method: sft`."""
 
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
-    """Evaluation before, during, and after training."""
+    """Evaluation before, during and after training."""
 
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     """Where metrics are sent."""
@@ -197,7 +195,7 @@ class RunConfig(Section):
     """Workers that the run starts."""
 
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    """Where the run's processes are started."""
+    """Where the run's processes start."""
 
     @field_validator("recording", "page_port", mode="before")
     @classmethod
@@ -404,7 +402,7 @@ class RunConfig(Section):
         return {name: role for name, role in self.roles.items() if role.kind == "trained"}
 
     def training_of(self, role: str) -> TrainingConfig:
-        """Settings of a trained role (empty: the main policy). Only the main policy has a teacher."""
+        """Settings of a trained role (empty: the main policy, which alone has a teacher)."""
         if not role:
             return self.training
         rate = self.roles[role].learning_rate or self.training.learning_rate
@@ -413,8 +411,7 @@ class RunConfig(Section):
 
     @property
     def no_images(self) -> dict[str, str]:
-        """Why calls may have no images, by role (empty: the main policy). Absent policies can train on
-        them."""
+        """Why calls may have no images, by role (empty: the main policy). A role that is absent may."""
         found: dict[str, str] = {}
         for role in ("", *self.trained_roles):
             training = self.training_of(role)
@@ -433,7 +430,7 @@ class RunConfig(Section):
 
     @property
     def slots(self) -> int:
-        """Most episodes that the run's own workers hold at once. 0: it starts none."""
+        """Most episodes that the run's own workers hold at once."""
         workers = self.workers
         return workers.concurrency * (
             workers.count if self.enable_tinkerscript_mode else min(workers.count, 1)
@@ -472,7 +469,7 @@ class RunConfig(Section):
         return [WeightedTaskConfig(**self.task.model_dump())]
 
     def new_folder(self, now: datetime) -> Path:
-        """A URL gets the folder of its name under `runs/`, and `auto` an unused name there."""
+        """`auto` gets an unused folder in `runs/`, and a URL the one of its name."""
         if is_url(self.experiment_dir):
             return RUNS / name_of(self.experiment_dir)
         if self.experiment_dir != "auto":

@@ -20,46 +20,45 @@ Port = Annotated[int, Field(ge=0, le=65535)] | Literal["auto"]
 
 class ClientConfig(Section):
     name: str = Field(min_length=1, max_length=100, pattern="^[^/]+$")
-    """Name of the client in errors and metrics; unique."""
+    """Unique name in errors and metrics."""
 
     token_env: str = Field(min_length=1)
-    """Environment variable with the client's token; or with `_FILE` appended, one that names a file with
-    it."""
+    """Environment variable with the client's token, or with `_FILE` appended, with a file's path."""
 
     max_claims: int = Field(default=256, ge=1)
-    """Maximum claims that the client may hold at once."""
+    """Maximum claims at once."""
 
 
 class InterchangeConfig(Section):
     interchange_method: Literal["ipc", "tcp"] = "ipc"
-    """Transport of the link between trainer and server: `ipc` on one machine, `tcp` between machines."""
+    """Link between trainer and server: `ipc` on one machine, `tcp` between two."""
 
     interchange_server_host: str = "127.0.0.1"
-    """Address that the HTTP server binds. Other machines can reach it with any address but loopback, with
-    `trusted_proxies`, or with another host in `public_base_url`; both tokens are then required."""
+    """Address that the HTTP server binds. Both tokens are required if it is not loopback, with
+    `trusted_proxies`, or with another host in `public_base_url`."""
 
     interchange_server_port: Port = "auto"
-    """HTTP port. 0: a free port. `auto`: 10086, or a free port if that is in use and `public_base_url` is
-    empty. The run folder's `server.json` has the URL."""
+    """HTTP port. 0: a free one. `auto`: 10086, or if in use and without `public_base_url` a free one.
+    `server.json` in the run folder has the URL."""
 
     link_host: str = "127.0.0.1"
-    """IP address that the link binds with `tcp`, which encrypts it: the trainer needs the run folder's
+    """IP address that the `tcp` link binds. It is encrypted: the trainer needs the run folder's
     `link_keys`."""
 
     link_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the link with `tcp`. 0: a free port."""
+    """Port of the `tcp` link. 0: a free port."""
 
     public_base_url: str = ""
-    """URL for clients, if host and port do not reach the server, as behind a proxy."""
+    """URL for clients, if not of host and port, as behind a proxy."""
 
     trusted_proxies: list[str] = Field(default_factory=list[str])
     """Addresses of proxies that may set `X-Forwarded-Proto` and `X-Forwarded-For`."""
 
     tls_certificate: str = ""
-    """PEM file with the certificate and its chain, to serve HTTPS. Empty: HTTP."""
+    """PEM file with the certificate and its chain, to serve HTTPS."""
 
     tls_key: str = ""
-    """PEM file with the private key. Empty: the key is in `tls_certificate`."""
+    """PEM file with the private key. Empty: it is in `tls_certificate`."""
 
     clients: list[ClientConfig] = Field(default_factory=list[ClientConfig])
     """Clients with their own tokens and limits. Others share a token."""
@@ -71,29 +70,29 @@ class InterchangeConfig(Section):
     """Maximum seconds for a model call."""
 
     max_claim_s: float = Field(default=7200.0, gt=0)
-    """Maximum seconds of a claim, however often its client renews it."""
+    """Maximum seconds of a claim, renewals included."""
 
     processes: int = Field(default=1, ge=1, le=64)
     """Processes that answer model calls. Above 1, each has a port and a share of the claims, and the server
     only manages episodes (docs/cluster.md)."""
 
     store: str = "sqlite"
-    """Where the run's ledger is: `sqlite` (in the run folder), `sqlite:///PATH`, or
-    `postgresql://USER@HOST/DATABASE` (docs/failover.md)."""
+    """The run's ledger: `sqlite` (in the run folder), `sqlite:///PATH`, or `postgresql://USER@HOST/DATABASE`
+    (docs/failover.md)."""
 
     durability: Literal["normal", "full"] = "normal"
     """`normal`: a commit survives a killed process. `full`: also a power failure, for one disk sync per
-    commit. With PostgreSQL, `full` refuses to run if `fsync` is off there."""
+    commit (PostgreSQL needs `fsync`)."""
 
     max_reward: float = Field(default=MAX_REWARD, gt=0, le=MAX_REWARD)
-    """Maximum magnitude of a reward; larger ones are refused. With untrusted clients, set it to the scorer's
-    maximum: one huge reward decides the direction of a step."""
+    """Rewards of a larger magnitude are refused. With untrusted clients, set the scorer's maximum: one huge
+    reward decides a step's direction."""
 
     max_tokens_per_claim: int = Field(default=4_000_000, ge=1)
     """Maximum tokens that a claim may sample."""
 
     model_names: list[str] = Field(default_factory=list[str])
-    """Model names that requests may use besides `policy` and the model's own. Empty: any name."""
+    """Model names that requests may use besides `policy` and the model's own. Empty: any."""
 
     @model_validator(mode="after")
     def _each_client_once(self) -> InterchangeConfig:

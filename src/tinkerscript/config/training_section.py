@@ -31,12 +31,12 @@ class SamplingConfig(Section):
     (docs/training.md#temperature)."""
 
     precedence: Literal["program", "run"] = "program"
-    """Which temperature wins: the `program`'s (request or Inspect task), or the `run`'s, which also turns off
-    top-p, top-k, min-p and repetition penalty of programs, but not their `max_tokens`."""
+    """Whose temperature wins: the `program`'s (request or Inspect task), or the `run`'s, which also turns off
+    the program's top-p, top-k, min-p and repetition penalty."""
 
     max_tokens: int = Field(default=0, ge=0)
-    """Maximum tokens of a reply for requests without a limit. 0: 64 for a small model, otherwise 512 or half
-    of a shorter context."""
+    """Maximum tokens of a reply for requests without a limit. 0: 64 for a small model, else 512 or half of a
+    shorter context."""
 
     @property
     def reply_tokens(self) -> int:
@@ -48,44 +48,40 @@ CORRECTION_MASKS = ("token_mask", "sequence_mask", "geometric_mask", "veto")
 
 
 class RolloutCorrectionConfig(Section):
-    """Corrects by w, the trainer's probability of a token (before the update) over the sampler's. At most one
-    weight, and any masks."""
-
     tis: float | None = Field(default=None, gt=0)
     """Weight min(w, `tis`) per token (truncated importance sampling). 2 is usual."""
 
     sequence_tis: float | None = Field(default=None, gt=0)
-    """The same per sequence, with the product of w over its trained tokens."""
+    """The same with a sequence's product of w."""
 
     mis: float | None = Field(default=None, gt=0)
     """Weight w per token; tokens with w above `mis` carry no loss."""
 
     sequence_mis: float | None = Field(default=None, gt=0)
-    """The same per sequence, with the product of w over its trained tokens."""
+    """The same with a sequence's product of w."""
 
     icepop: Bounds | None = None
     """Weight w per token; tokens with w outside [low, high] carry no loss. The paper uses [0.5, 5]."""
 
     token_mask: Bounds | None = None
-    """Tokens with w outside [low, high] carry no loss; the others keep their weight."""
+    """Tokens with w outside [low, high] carry no loss."""
 
     sequence_mask: Bounds | None = None
-    """Sequences carry no loss if the product of their w is outside [low, high]."""
+    """Sequences with a product of w outside [low, high] carry no loss."""
 
     geometric_mask: Bounds | None = None
-    """Sequences carry no loss if the geometric mean of their w is outside [low, high], such as [0.99,
-    1.01]."""
+    """Sequences with a geometric mean of w outside [low, high], such as [0.99, 1.01], carry no loss."""
 
     veto: Bounds | None = None
-    """Sequences carry no loss if any token's w is outside [low, high], such as [1e-4, 100]."""
+    """Sequences with any w outside [low, high], such as [1e-4, 100], carry no loss."""
 
     off_policy_mask: float = Field(default=0.0, ge=0)
-    """DeepSeek-V3.2's mask: tokens with a negative advantage carry no loss if log p(sampler) - log p(policy),
-    averaged over their sequence, exceeds this. 0: off."""
+    """Tokens with a negative advantage carry no loss if log p(sampler) - log p(policy), averaged over their
+    sequence, exceeds this (DeepSeek-V3.2). 0: off."""
 
     bypass: bool = False
-    """Take the sampler's logprobs as the trainer's, which saves a forward pass, and the comparison before
-    weights change (docs/training.md)."""
+    """Take the sampler's logprobs as the trainer's: saves a forward pass, but skips the comparison before
+    weights change."""
 
     @field_validator(*CORRECTION_MASKS, "icepop")
     @classmethod
@@ -117,15 +113,15 @@ class RolloutCorrectionConfig(Section):
 
 class DistillationConfig(Section):
     teacher: str = ""
-    """Role (`kind: frozen`) that scores sampled tokens. Empty: no teacher."""
+    """Role (`kind: frozen`) that scores sampled tokens."""
 
     reward_coef: float = Field(default=0.0, ge=0)
-    """Weight of the task's reward, relative to the teacher's divergence. 0: only the teacher counts, and a
-    group may have one episode."""
+    """Weight of the task's reward, relative to the teacher's divergence. 0: only the teacher counts, and
+    groups may have one episode."""
 
     top_k: int = Field(default=0, ge=0)
-    """Train on the divergence from the teacher over its `top_k` most probable tokens and the remainder, as a
-    loss, instead of the sampled token's as a reward. Needs a teacher in the trainer. 0: off."""
+    """Train on the divergence over the teacher's `top_k` most probable tokens and the rest, as a loss,
+    instead of the sampled token's as a reward. Needs a teacher in the trainer. 0: off."""
 
     @model_validator(mode="after")
     def _candidates_have_a_teacher(self) -> DistillationConfig:
@@ -141,9 +137,9 @@ class DistillationConfig(Section):
 
 class CreditConfig(Section):
     level: Literal["episode", "turn", "state"] = "turn"
-    """Advantage of a call's tokens if programs reward single calls: the episode's, or its return compared
-    with the group's other episodes at the same turn (`turn`), or with the group's calls that saw the same
-    observation, plus the episode's (`state`, GiGPO)."""
+    """Advantage of a call's tokens if programs reward single calls: the `episode`'s, or the call's return
+    compared with the group's at the same `turn`, or after the same observation, plus the episode's (`state`,
+    GiGPO)."""
 
     discount: float = Field(default=1.0, gt=0, le=1)
     """Factor by which a reward shrinks for each call further back."""
@@ -159,11 +155,11 @@ class CreditConfig(Section):
 
 class JudgeConfig(Section):
     function: str = ""
-    """Function that gets all episodes of a complete group and returns their rewards, as `module:name` or
-    `file.py:name`. Empty: none."""
+    """Function that returns the rewards of a complete group's episodes, as `module:name` or
+    `file.py:name`."""
 
     role: str = ""
-    """Role (`kind: outside` or `frozen`) that ranks a group's episodes, without labels. Empty: none."""
+    """Role (`kind: outside` or `frozen`) that ranks a group's episodes, without labels."""
 
     rubric: str = ""
     """What the role should judge by."""
@@ -183,8 +179,8 @@ class JudgeConfig(Section):
 
 class CurriculumConfig(Section):
     by: Literal["none", "pass_rate"] = "none"
-    """`none`: each pass over the data asks every sample once. `pass_rate`: skip samples that are nearly
-    always or never solved, and prefer those in between (docs/training.md#a-curriculum)."""
+    """`none`: each pass asks every sample once. `pass_rate`: skip samples that are nearly always or never
+    solved, and prefer those in between (docs/training.md#a-curriculum)."""
 
     pass_reward: float = 1.0
     """Minimum reward of a solved episode, if it reports no `is_success`."""
@@ -192,8 +188,8 @@ class CurriculumConfig(Section):
 
 class EntropyConfig(Section):
     target: float = Field(default=0.0, ge=0)
-    """Entropy in nats per token. In a step below it, the bonus acts and its weight grows by `delta`; above
-    it, the bonus is off and its weight shrinks by `delta`. 0: off."""
+    """Entropy in nats per token. Below it, the bonus acts and its weight grows by `delta` a step; above it,
+    the bonus is off and its weight shrinks. 0: off."""
 
     delta: float = Field(default=0.005, gt=0)
     """Change per step of the weight, which begins at 0 and is never negative."""
@@ -201,71 +197,68 @@ class EntropyConfig(Section):
 
 class TrainingConfig(Section):
     recipe: RecipeName = ""
-    """A published algorithm, which sets its paper's keys (docs/recipes.md). Your keys win; `train --plan`
-    prints the result."""
+    """A published algorithm, which sets its paper's keys (docs/recipes.md). Your keys win."""
 
     steps: int = Field(default=100, ge=0)
-    """Training steps, each on one batch of groups. Each publishes one policy version."""
+    """Training steps. Each trains on one batch of groups and publishes a policy version."""
 
     groups_per_step: int = Field(default=32, ge=1)
     """Groups per step, each of another sample."""
 
     group_size: int = Field(default=8, ge=1)
-    """Episodes per group. 1 is possible for distillation without the task's reward, and if neither baseline
-    nor scale of the advantages is the group's."""
+    """Episodes per group. 1 needs distillation without the task's reward, or a baseline and scale that look
+    beyond the group."""
 
     batch_rule: Literal["groups", "differing_groups"] = "groups"
-    """When a batch is complete: with enough complete `groups`, or with enough groups that have different
-    rewards (`differing_groups`); the others are replaced, up to three times `groups_per_step`."""
+    """A batch needs enough `groups`, or enough with different rewards (`differing_groups`); the others are
+    replaced, up to three times `groups_per_step`."""
 
     curriculum: CurriculumConfig = Field(default_factory=CurriculumConfig)
     """Which samples are asked, and how often."""
 
     extra_groups: int = Field(default=0, ge=0)
-    """Groups to run beyond those needed, so that stragglers do not delay a step. As many are cancelled in the
-    last step that could train them, which is every step at `max_policy_lag: 0`."""
+    """Spare groups, so that stragglers do not delay a step. As many are cancelled in the last step that could
+    train them: in every step at `max_policy_lag: 0`."""
 
     max_policy_lag: int | None = Field(default=None, ge=0)
-    """Maximum training steps between the weights that sampled an episode and those that it trains. Above
-    0, sampling overlaps with training (docs/training.md). null: 0, or 1 if clients register their own
-    samples."""
+    """Maximum steps between the weights that sampled an episode and those that it trains. Above 0, sampling
+    overlaps with training (docs/training.md). null: 0, or 1 if clients register their samples."""
 
     on_stale: Literal["wait", "drop"] = "wait"
-    """When a running group would become too old: delay the step until it ends (`wait`), or train without its
-    old episodes, which count only in the group's baseline (`drop`)."""
+    """When a running group would become too old: wait for it (`wait`), or train without its old episodes,
+    which still count in the group's baseline (`drop`)."""
 
     replay_uses: int = Field(default=1, ge=1)
-    """Steps that an episode may train in. n above 1 adds n - 1 times `groups_per_step` earlier groups to each
-    step, up to n - 1 steps old even if `max_policy_lag` is less."""
+    """Steps that an episode may train in. n adds n - 1 times `groups_per_step` earlier groups to each step,
+    up to n - 1 steps old."""
 
     checkpoint_every: int = Field(default=5, ge=0)
     """Steps between checkpoints, from which `train --resume` continues. 0: only after the last step."""
 
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Checkpoints to keep besides the final one and the best evaluation's."""
+    """Checkpoints to keep besides the final and the best one."""
 
     inspect_log_every: int = Field(default=5, ge=0)
-    """Write the episodes of every n-th step, and of all evaluations, as Inspect logs to the run folder's
-    `inspect/`. 0: never."""
+    """Write the episodes of every n-th step and of all evaluations as Inspect logs (`inspect/`). 0: never."""
 
     on_misalignment: Literal["stop", "warn"] = "stop"
-    """If sampler and trainer disagree on logprobs at policy lag 0: end the run before the weights change, to
-    be resumed (`stop`), or train without the sequences known to be wrong (`warn`)."""
+    """If sampler and trainer disagree on logprobs at policy lag 0: end the run before the weights change
+    (`stop`), or leave out the sequences known to be wrong (`warn`)."""
 
     constrained_tokens: Literal["mask", "train", "refuse"] = "mask"
     """Tokens that a grammar forced or restricted (`response_format`, required tools) carry no loss (`mask`),
-    train like others (`train`), or exclude their sequence (`refuse`)."""
+    train (`train`), or exclude their sequence (`refuse`)."""
 
     max_mean_dlogp: float = Field(default=0.1, gt=0)
-    """Mean difference of trainer's and sampler's logprobs at policy lag 0 above which a step is misaligned.
-    Half of it counts a warning."""
+    """Sampler and trainer are misaligned if their logprobs differ by more than this in the mean, at policy
+    lag 0. Half of it is a warning."""
 
     minibatches: int = Field(default=1, ge=1)
-    """Optimizer steps per pass over a batch, which is split evenly, however few sequences it has."""
+    """Optimizer steps per pass over a batch, which is split evenly."""
 
     minibatch_size: int = Field(default=0, ge=0)
-    """Minimum sequences per optimizer step: a pass takes as many steps as that allows, at least one. 0:
-    `minibatches` decides."""
+    """Minimum sequences per optimizer step; a pass takes as many steps as that allows. 0: `minibatches`
+    decides."""
 
     epochs_per_batch: int = Field(default=1, ge=1)
     """Passes over a batch, each reshuffled."""
@@ -273,81 +266,77 @@ class TrainingConfig(Section):
     advantage_baseline: Literal["group_mean", "leave_one_out", "running_mean", "sample_mean", "none"] = (
         "group_mean"
     )
-    """Subtracted from an episode's reward: the mean of its group, of the group's other episodes
-    (`leave_one_out`), of all rewards of the run so far (`running_mean`), the moving mean of its sample's
-    earlier rewards (`sample_mean`), or nothing (`none`; needs `advantage_scale: batch_deviation`)."""
+    """Subtracted from an episode's reward: the mean of its group, of the group's others, of all rewards so
+    far, or of its sample's earlier ones, or nothing (docs/training.md#advantages)."""
 
     advantage_scale: Literal[
         "none", "group_deviation", "group_mean", "batch_deviation", "running_deviation"
     ] = "none"
-    """Divides the difference: nothing, the group's standard deviation or mean, the standard deviation over
-    all tokens of the step, or over all rewards of the run so far (docs/training.md#advantages)."""
+    """Divides the difference: nothing, the group's deviation or mean, or the deviation over the step's tokens
+    or all rewards so far (docs/training.md#advantages)."""
 
     pass_k: int = Field(default=1, ge=1)
-    """Pass@k training: an episode's reward becomes the mean, over all sets of k episodes of its group that
-    include it, of the set's best reward. 1: off."""
+    """An episode's reward becomes the mean, over all sets of k episodes of its group that include it, of the
+    set's best reward."""
 
     reward_weights: dict[str, float] = Field(default_factory=dict[str, float])
-    """Scores to use in place of the reward, by name, with their weights (GDPO). Each score's advantage is
-    divided by its deviation in the group before they are added."""
+    """Scores that replace the reward, with their weights (GDPO). Each score's advantage is divided by its
+    deviation in the group before they are added."""
 
     mask_truncated: bool = False
-    """Overlong filtering: sequences that end at the token limit carry no loss, but their rewards count in the
-    group's baseline."""
+    """Sequences that end at the token limit carry no loss, but count in the group's baseline."""
 
     overlong_buffer: float = Field(default=0.0, ge=0, le=1)
-    """Soft overlong punishment: an episode loses up to 1 of its reward as its longest reply passes through
-    this last share of `sampling.max_tokens`. 0: off. DAPO uses 0.2."""
+    """An episode loses up to 1 of its reward as its longest reply passes through this last share of
+    `sampling.max_tokens`. DAPO uses 0.2."""
 
     length_penalty: dict[Literal["token", "turn"], Cost] = Field(
         default_factory=dict[Literal["token", "turn"], float]
     )
-    """Reward that an episode loses for each `token` sampled and for each `turn` (call): `{turn: 0.05}`."""
+    """Reward lost for each `token` sampled and each `turn` (call): `{turn: 0.05}`."""
 
     top_entropy: float = Field(default=1.0, gt=0, le=1)
     """Share of the step's tokens that train, by highest entropy."""
 
     adaptive_entropy: EntropyConfig = Field(default_factory=EntropyConfig)
-    """An entropy bonus with an adaptive weight, as in Skywork-OR1. For a fixed weight, use `entropy` in
-    `loss_config`."""
+    """An entropy bonus with an adaptive weight (Skywork-OR1). For a fixed weight, set
+    `loss_config.entropy`."""
 
     credit: CreditConfig = Field(default_factory=CreditConfig)
-    """How rewards of single model calls are used (docs/rewards.md)."""
+    """How rewards of single model calls count (docs/rewards.md)."""
 
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     """A judge that compares all episodes of a group (docs/rewards.md)."""
 
     kl_penalty_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the start policy, subtracted from each token's reward. 0: off. To add
-    it to the loss, use `kl_k1`, `kl_k2`, `kl_k3` or `kl_unbiased` in `loss_config`."""
+    """Weight of the KL divergence from the start policy, subtracted from each token's reward. `loss_config`
+    adds it to the loss instead."""
 
     kl_reference_every: int = Field(default=0, ge=0)
-    """Steps after which the policy becomes the new reference of the divergences above and in `loss_config`.
-    0: the start policy stays the reference."""
+    """Steps after which the policy becomes the new reference of KL penalty and losses. 0: it stays the start
+    policy."""
 
     distillation: DistillationConfig = Field(default_factory=DistillationConfig)
-    """Training on a teacher's scores (docs/training.md)."""
+    """Training on a teacher's scores (docs/training.md#a-teacher)."""
 
     loss_fn: str = "ppo"
-    """Policy-gradient loss: `ppo`, `importance_sampling`, `cispo` or `gspo`; with the embedded engine also
-    `dro`, `ppo_dual_clip`, `dppo_tv`, `dppo_kl`, `sapo`, `clip_cov`, `kl_cov`, or your own as `module:name`
-    (docs/extending.md)."""
+    """`ppo`, `importance_sampling`, `cispo` or `gspo`; with the embedded engine also `dro`, `ppo_dual_clip`,
+    `dppo_tv`, `dppo_kl`, `sapo`, `clip_cov`, `kl_cov`, or your own as `module:name` (docs/extending.md)."""
 
     loss_config: dict[str, float] = Field(default_factory=dict[str, float])
-    """Settings of the loss besides its clip thresholds, such as `{dual_clip: 3}`. The embedded engine adds
-    the terms `entropy`, `kl_k1`, `kl_k2`, `kl_k3` and `kl_unbiased` to any loss, with these weights
+    """The loss's settings besides its clip thresholds, such as `{dual_clip: 3}`. The embedded engine adds
+    `entropy`, `kl_k1`, `kl_k2`, `kl_k3` and `kl_unbiased` to any loss, with these weights
     (docs/training.md#losses)."""
 
     clip_low: float | None = Field(default=None, ge=0, le=1)
-    """Clipping losses clip below a ratio of 1 - clip_low. null: 0.2, or 3e-4 for `gspo`. 1: never."""
+    """Losses clip ratios below 1 - clip_low. null: 0.2, or 3e-4 for `gspo`. 1: never."""
 
     clip_high: float | None = Field(default=None, ge=0)
-    """Clipping losses clip above a ratio of 1 + clip_high. null: 0.2, or 4e-4 for `gspo`."""
+    """Losses clip ratios above 1 + clip_high. null: 0.2, or 4e-4 for `gspo`."""
 
     loss_mean: Literal["sequences", "tokens", "tokens_then_sequences", "episodes"] = "sequences"
-    """Divides the summed token losses of a minibatch: its trained `sequences` or `tokens`, first each
-    sequence's tokens and then the sequences, or the planned number of `episodes`, including replayed ones
-    (docs/training.md#means-and-minibatches)."""
+    """Divides a minibatch's summed token losses: its trained `sequences` or `tokens`, each sequence's tokens
+    and then the sequences, or the planned `episodes` (docs/training.md#means-and-minibatches)."""
 
     rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     """Correction for a sampler with other probabilities than the trainer's
@@ -355,20 +344,19 @@ class TrainingConfig(Section):
     update, over the sampler's. Give at most one weight and any masks."""
 
     learning_rate: float = Field(default=0.0, ge=0)
-    """AdamW's learning rate after the warmup. 0: the usual rate (docs/training.md#the-learning-rate), which
-    the run folder's config shows."""
+    """AdamW's learning rate after the warmup. 0: the usual one (docs/training.md#the-learning-rate)."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
     """Decay of the learning rate after the warmup, down to a tenth."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps until the full learning rate: step n uses n / (warmup_steps + 1) of it."""
+    """Steps before the full learning rate: step n uses n / (warmup_steps + 1) of it."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's weight decay."""
 
     grad_clip_norm: float = Field(default=1.0, ge=0)
-    """Larger gradient norms are scaled down to it. 0: never."""
+    """Gradients with a larger norm are scaled down to it. 0: never."""
 
     @property
     def min_group(self) -> int:
@@ -534,17 +522,16 @@ class TrainingConfig(Section):
 
 class SftConfig(Section):
     data: str = ""
-    """JSONL file of chats, or a run's folder, to train on its best episodes (docs/training.md). Each line has
-    `messages` in OpenAI's format (`role`, `content`, optionally `tool_calls`, `tool_call_id`, `name`,
-    `reasoning_content`) and optionally `tools`. The assistant's messages train."""
+    """JSONL file of chats in OpenAI's format (docs/training.md#supervised-training-on-chats), or a run's
+    folder, to train on its best episodes."""
 
     best: int = Field(default=1, ge=1)
-    """If `data` is a run: how many episodes of each group train, those with the highest rewards; with
-    `dpo_beta`, how many pairs."""
+    """If `data` is a run: how many of each group's episodes train, by highest reward, or with `dpo_beta` how
+    many pairs."""
 
     dpo_beta: float = Field(default=0.0, ge=0)
-    """DPO on pairs from a run's groups, with this weight of the divergence from the start policy; 0.1 is
-    usual. 0: no DPO."""
+    """DPO on pairs of a run's episodes, with this weight of the divergence from the start policy; 0.1 is
+    usual."""
 
     held_out: int = Field(default=32, ge=0)
     """Chats, chosen by the seed, that measure the loss (`nll`) and never train."""
@@ -556,4 +543,4 @@ class SftConfig(Section):
     """Passes over the data, each in another order."""
 
     max_tokens: int = Field(default=0, ge=0)
-    """Longer chats are left out and counted, never truncated. 0: the model's context length."""
+    """Longer chats are left out and counted. 0: the model's context length."""

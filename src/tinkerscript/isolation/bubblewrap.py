@@ -2,10 +2,11 @@
 
 The root is a private folder with this machine's programs mounted read-only. Programs have a loopback
 interface, but no terminal, capabilities or view of other processes. Control groups (version 1 or 2) limit
-memory and processes where possible, otherwise setrlimit limits each process.
+memory and processes where possible, otherwise setrlimit limits each process. A limit that cannot be enforced
+is refused.
 
 `stop` ends every process of the sandbox, and so does the end of the process that started it, even by SIGKILL,
-which also removes the files. A limit that cannot be enforced is refused.
+which also removes the files.
 
 Sources: https://github.com/containers/bubblewrap, namespaces(7), nsenter(1), cgroups(7), getrlimit(2),
 https://docs.kernel.org/admin-guide/cgroup-v2.html
@@ -47,7 +48,7 @@ class ResourceLimits(BaseModel):
     memory_mb: int | None = Field(default=None, ge=1)
     """All programs together, in MiB, with files kept in memory. Beyond it the kernel kills a program.
 
-    Without control groups it limits each process's data, and larger allocations fail.
+    Without control groups it limits each process's data.
     """
 
     # Includes threads, two for the sandbox and two for each command.
@@ -342,7 +343,7 @@ class Bubblewrap:
             await asyncio.to_thread(_remove, self.root)
 
     def _lay_out(self) -> None:
-        # Programs trust these folders, so no earlier program's files may stay.
+        # Programs trust these folders, so no earlier files may stay.
         for name in _RESERVED:
             _remove(self.root / name)
         for folder in _FOLDERS:
@@ -431,7 +432,6 @@ _folder: Path | None = None
 
 
 def _folder_of_this_process() -> Path:
-    # A separate process removes the folder after this one ends, even by SIGKILL.
     global _folder
     if _folder is None or not _folder.exists():
         folder = Path(tempfile.mkdtemp(prefix="tinkerscript-sandboxes-"))

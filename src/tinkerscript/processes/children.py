@@ -136,7 +136,7 @@ async def launched_ranks(
 ) -> AsyncGenerator[None]:
     """Run the trainer's ranks above 0 on other machines, with this process as rank 0, as torchrun would.
 
-    On one machine the engine starts the ranks itself. Raises ChildFailedError.
+    On one machine the engine starts them. Raises ChildFailedError.
     """
     ranks = [process for process in plan if process.name.startswith(f"{TRAINER_PROCESS} rank ")]
     if not ranks or launcher.shares_files:

@@ -101,8 +101,6 @@ class _Client(AsyncTinkerScriptClient):
 
 
 class _Endpoint(ChatEndpoint):
-    """Calls an app in this process. Programs that open connections still use its URL."""
-
     def __init__(self, app: ASGIApp) -> None:
         super().__init__()
         self._app = app

@@ -1,8 +1,8 @@
 """A `Launcher` starts a `Child` of the run on some machine, `LocalLauncher` on this one.
 
-No process outlives this one: each child ends when its standard input, a pipe from us, closes
-(`--exit-with-parent`, or `with_parent`). Each leads its own session, so that Ctrl-C reaches only us and a
-child's descendants can be killed with it.
+A child ends when its standard input, a pipe from us, closes (`--exit-with-parent`, or `with_parent`), so none
+outlives us. Each leads its own session, so that Ctrl-C reaches only us and a child's descendants can be
+killed with it.
 """
 
 from __future__ import annotations

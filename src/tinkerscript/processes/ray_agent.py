@@ -1,8 +1,8 @@
 """`python -m tinkerscript.processes.ray_agent` connects to a Ray cluster for a trainer.
 
 It reads orders as JSON lines from standard input and writes outcomes to standard output. Each process of the
-run is the child of an actor on its machine, which sends the output into the run's folder, and ends with the
-actor. Ray ends the actors when this process ends, or a minute after their node lost the cluster's head.
+run is the child of an actor on its machine, which sends the output to the run's folder; the two end together.
+Ray ends the actors when this process ends, or a minute after their node lost the cluster's head.
 """
 
 # pyright: reportMissingImports=false

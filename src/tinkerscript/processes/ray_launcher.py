@@ -1,8 +1,7 @@
 """`RayLauncher` starts a run's processes where a Ray cluster has room.
 
 Ray runs in a child process (`processes.ray_agent`), because it ends connected processes when the cluster's
-head is gone, and the trainer must still save its weights. Secrets pass through pipes and Ray's calls, never
-through a command line.
+head is gone, and the trainer must still save its weights. Secrets never pass through a command line.
 """
 
 from __future__ import annotations

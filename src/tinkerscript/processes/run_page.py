@@ -1,6 +1,6 @@
 """Serve a run's page from a child process, `tinkerscript view`.
 
-A run neither waits for its page nor fails because of it. The page has low priority.
+A run neither waits for its page nor fails because of it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ async def run_page(
     *,
     max_restarts: int = MAX_RESTARTS,
 ) -> AsyncGenerator[None]:
-    """Announce the page's URL, also to `on_page`. Without that, or with `page_port: off`, there is no
-    page."""
+    """Announce the page's URL, also to `on_page`. Without that, or with `page_port: off`, there is none."""
     if on_page is None or config.page_port == "off":
         yield
         return
@@ -79,8 +78,8 @@ async def _given_up(
 def _listen(config: RunConfig) -> tuple[socket.socket, list[str]]:
     """Return a listening socket, and the TLS options of `view`. Raises OSError.
 
-    Listens on the server's host if the admin token protects the page there, otherwise only on this machine,
-    as does a trainer that shares a ledger with a remote server and lacks its address or certificate.
+    It listens on the server's host if the admin token protects the page there, otherwise on this machine, as
+    does a trainer without the address or certificate of a remote server.
     """
     section, port = config.interchange_server, config.page_port
     token = read_token(os.environ, ADMIN_TOKEN) or ""

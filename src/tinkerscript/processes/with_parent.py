@@ -1,8 +1,7 @@
 """`python -m tinkerscript.processes.with_parent PROGRAM ...` runs a program that ends with our parent.
 
 The supervisor stops a child by closing its standard input, which also closes if the supervisor is killed. If
-this process leads a session, as under the supervisor, the program's descendants end too. Ray kills an actor's
-children, but not their descendants.
+this process leads a session, the program's descendants end too, which Ray would leave.
 """
 
 from __future__ import annotations
