@@ -86,6 +86,7 @@ SPEC = RankSpec(
     device="cpu",
     dtype=torch.float32,
     autocast=torch.float32,
+    quantization="none",
     lora=None,
     sharding="replicate",
     activation_checkpointing=False,
