@@ -23,8 +23,7 @@ INTRODUCTION = """\
 # Clients
 
 To turn a program that calls a model into a rollout, give it the episode's base URL and API key.
-`make acceptance` runs every client and fails if a result differs from this page, which
-`scripts/clients_table.py` writes.
+`make acceptance` runs every client and fails if a result differs from this page.
 """
 
 FEATURES_TEXT = """\
@@ -47,15 +46,14 @@ MEANINGS = """\
 Each client runs against a real server. The model spells its replies in tokens that the tokenizer would not
 produce, so any detour through text would change the ids. After every feature, each sampled token is in the
 episode exactly once, with its logprob and after its own prompt; the conversation is one training sequence,
-whether the client sends reasoning back or not; and the alignment report is clean.
+and the alignment report is clean.
 """
 
 REFUSED_TEXT = """\
 ## Refused requests
 
-An unsupported field gets status 400 before anything is sampled, with a message that names it, such as
-`reasoning.effort is not supported by this server; leave it out`. With a model that takes no
-[images](models.md#images), we tested:
+An unsupported field gets [status 400](protocol.md#post-v1responses-and-post-v1messages) before anything is
+sampled, with a message that names it. With a model that takes no [images](models.md#images), we tested:
 """
 
 SNIPPETS_TEXT = """\
@@ -71,8 +69,6 @@ A key is valid for one claim, so make a new client, or a new process, for each e
 NOTES = """\
 ## Notes
 
-- The server ignores `parsed` and `parsed_arguments`, which `openai` adds to messages that it streamed or
-  parsed.
 - Anthropic's tool runner sends one extra request: it asks for a server-side thread, gets
   `thread_unsupported_request`, and sends the whole history instead.
 - `run_stream` in `pydantic-ai` takes the first text of a reply as the final one, even if tool calls follow.
@@ -80,8 +76,6 @@ NOTES = """\
 - `openai-agents` sends traces to OpenAI unless you pass `use_for_tracing=False` or set
   `OPENAI_AGENTS_DISABLE_TRACING=1`.
 - `litellm` retries only if `num_retries` is given.
-- `verifiers` keeps each step's `prompt_ids`, `completion_ids` and `completion_logprobs` if it asks for
-  logprobs and `return_token_ids`.
 """
 
 
