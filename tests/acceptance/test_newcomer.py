@@ -44,7 +44,13 @@ def test_the_package_is_complete_and_describes_itself(installation: Installation
     extras = set(metadata.get_all("Provides-Extra", []))
     watching, clusters = {"tensorboard", "trackio", "wandb"}, {"ray", "postgres", "remote"}
     environments = {"verifiers", "reasoning-gym", "textarena", "openenv"}
-    assert extras == {"server", "engine", "inspect", "datasets", "all"} | watching | clusters | environments
+    assert (
+        extras
+        == {"server", "engine", "inspect", "datasets", "all", "quantized"}
+        | watching
+        | clusters
+        | environments
+    )
     links = re.findall(r"\]\((.*?)\)", str(metadata.get_payload()))
     assert links
     assert all(link.startswith("https://") for link in links), "an index has no other files"
