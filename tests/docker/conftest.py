@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from command_line import end_all
-from engine import Engine, NoEngineError, engine, what_is_there
+from engine import Engine, NoEngineError, engine, fetch_if_needed, what_is_there
 from inspect_tinker_bridge.containers import remove_now
 
 for _folder in ("clients", "unit/bridge"):
     sys.path.append(str(Path(__file__).parents[1] / _folder))
 pytest.register_assert_rewrite("oracle")
+
+
+def pytest_sessionstart() -> None:
+    """A test's time does not include the packages' way here."""
+    with suppress(NoEngineError):
+        fetch_if_needed()
 
 
 @pytest.fixture(scope="session", autouse=True)

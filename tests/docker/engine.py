@@ -46,11 +46,9 @@ def engine() -> Iterator[Engine | None]:
 
     Raises NoEngineError.
     """
-    if _answers("docker", "version") and _answers("docker", "compose", "version"):
-        _image_of_the_engine_that_runs()
+    if not fetch_if_needed():
         yield None
         return
-    fetch()
     before = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix="tinkerscript-docker-"))
     own = Engine(folder)
@@ -63,6 +61,15 @@ def engine() -> Iterator[Engine | None]:
         own.end()
         os.environ.clear()
         os.environ.update(before)
+
+
+def fetch_if_needed() -> bool:
+    """Whether no engine runs here; what is missing for one of our own, or for its image, is fetched."""
+    if _answers("docker", "version") and _answers("docker", "compose", "version"):
+        _image_of_the_engine_that_runs()
+        return False
+    fetch()
+    return True
 
 
 class Engine:
