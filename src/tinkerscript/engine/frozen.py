@@ -1,7 +1,4 @@
-"""`FrozenModels`: models that never train. They sample and score.
-
-Invariant: models over one base hold it once, even if it is the run's own.
-"""
+"""`FrozenModels` sample and score, but never train. Models over one base share it, even the run's own."""
 
 from __future__ import annotations
 
@@ -110,7 +107,6 @@ class FrozenBase:
     shares_prefixes: bool
 
     def with_adapter(self, folder: Path | None) -> FrozenWeights:
-        """Call this on the engine's thread."""
         weights = self.lora.new_adapter(NO_CHANGE) if folder is None else self.lora.adapter_of(folder)
         decoder = self.lora.plain if folder is None else weights.decoder()
         trainer = Trainer(weights, share_prefixes=self.shares_prefixes)
@@ -131,7 +127,7 @@ class FrozenModels:
         self._loading = threading.Lock()
 
     def open(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Loads on the caller's thread. Raises EngineError."""
+        """Load a model, on the caller's thread."""
         with self._loading:
             key = folder.resolve()
             base = self._bases.get(key)

@@ -109,7 +109,6 @@ class TemplateRendering:
             return None
         if sampled and sampled[-1] in self.stop_ids:
             ids = self._tokenizer.encode(self._expanded(whole[end:], messages))
-            # GLM's next token ends the reply.
             # GLM's template does not end a reply; the next token does.
             return ids[1:] if self._ends_turns or ids[:1] == [sampled[-1]] else None
         if not self.format.split_reasoning(self._tokenizer.decode(sampled))[2]:

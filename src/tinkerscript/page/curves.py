@@ -1,5 +1,3 @@
-"""Metric curves, config differences between runs, and token alignment over time."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

@@ -41,7 +41,7 @@ class PhaseProgress(BaseModel):
 
 
 class EvaluationProgress(BaseModel):
-    """A resumed run makes it again."""
+    """An unfinished evaluation, which a resumed run makes again."""
 
     label: str
     step: int
@@ -66,7 +66,7 @@ class FailureCount(BaseModel):
 
 
 class Health(BaseModel):
-    """Counted over the whole run."""
+    """Figures over the whole run."""
 
     episodes: int = Field(description="Training episodes with a result.")
     failed: int

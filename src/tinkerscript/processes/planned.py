@@ -88,7 +88,7 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
-    """Order processes after those they wait for."""
+    """Return the processes, each after those that it waits for."""
     trainer = _trainer(config)
     page = [] if config.page_port == "off" else [page_process(config, folder)]
     if config.method == "sft":
@@ -273,8 +273,7 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
 def worker_arguments(config: RunConfig, *, elsewhere: bool = False) -> list[str]:
     """A worker's script, or its tasks with their arguments.
 
-    `elsewhere` strips folders, for a machine with the files in its working directory. The server recognizes
-    tasks without their folder.
+    `elsewhere` strips folders, for a machine with the files in its working directory.
     """
     if config.workers.script:
         return [Path(config.workers.script).name if elsewhere else config.workers.script]

@@ -304,7 +304,6 @@ class Learner:
         batch = [
             item for group, items in zip(sound, weighted, strict=True) if self.trains(group) for item in items
         ]
-        # Every step measures the gap, even if nothing can train.
         # Compare one group even if nothing can train, so that every step measures the gap.
         compared = batch or next(filter(None, (list(group.weighted(PLAIN)) for group in sound)), [])
         aligned = await self._compare(compared, lag_of_version, step, trains=bool(batch))

@@ -227,7 +227,6 @@ def _claude_environment(job: AgentJob) -> dict[str, str]:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(job.context_tokens),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(job.reply_tokens),
-        # Only Anthropic's models know the references to tools loaded later.
         # Tools loaded later come as references, which only Anthropic's models know.
         "ENABLE_TOOL_SEARCH": "false",
         "IS_SANDBOX": "1",

@@ -1,5 +1,3 @@
-"""The model calls of a worker's rollouts."""
-
 from __future__ import annotations
 
 import asyncio

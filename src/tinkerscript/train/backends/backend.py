@@ -239,7 +239,6 @@ async def optimizer_step(
     computed: tinker.ForwardBackwardOutput | None = None,
 ) -> Stepped:
     """Take one AdamW step on the summed loss. `computed`: the datums' `forward_backward` output, if any."""
-    # A service runs both calls in order, so send them before awaiting either.
     # Send both calls before awaiting either: a service runs them in order.
     forward = None if computed else client.forward_backward(datums, loss_fn, loss_config)
     optim = client.optim_step(
