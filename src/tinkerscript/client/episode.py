@@ -208,6 +208,7 @@ def heartbeat_interval_s(episode: Episode) -> float:
 class HeldClaim:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
+        # Called on the event loop.
         self.on_lost: Callable[[], None] | None = None
         self.is_open = True
         self.timer: asyncio.TimerHandle | None = None

@@ -83,9 +83,10 @@ class EmbeddedSamplingClient:
         images: Sequence[Placed] = (),
     ) -> Future[list[SampledRow]]:
         """`sample` with options that Tinker's method lacks (see also `Request`). Cancelling the future ends
-        the sampling.
+        it.
 
         Raises EngineRequestError as `sample` does, and GrammarError.
+
 
         Args:
             stop_ids: Added to `sampling_params.stop`.

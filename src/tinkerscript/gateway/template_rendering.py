@@ -45,7 +45,6 @@ class TemplateRendering:
     """Messages and tools have marks already."""
 
     def __init__(self, template: ChatTemplate, tokenizer: LightTokenizer, folder: Path) -> None:
-        """Raises ConfigError if the template cannot write a reply or no token ends one."""
         self._template = template
         self._tokenizer = tokenizer
         self.images = ImageFormat.of(folder, tokenizer)

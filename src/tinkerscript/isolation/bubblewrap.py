@@ -130,7 +130,7 @@ def group_parents() -> list[Path]:
 
 
 def _parent_of(controller: str) -> tuple[Path | None, str]:
-    """Return the group below which this process may limit `controller`, and the limit's file."""
+    """Return the group in which this process may limit `controller`, and the limit's file."""
     for number, controllers, path in _own_groups():
         if controller in controllers:
             file = "memory.limit_in_bytes" if controller == "memory" else "pids.max"

@@ -60,22 +60,20 @@ def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
-    """Pack token ids [N] into little-endian int32 bytes."""
+    """Pack ids [N] as little-endian int32."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
 def unpack_ids(data: bytes) -> IntArray:
-    """Return a read-only view [N]."""
     return np.frombuffer(data, dtype="<i4")
 
 
 def pack_logprobs(logprobs: Sequence[float] | FloatArray) -> bytes:
-    """Pack logprobs [N] into little-endian float32 bytes."""
+    """Pack logprobs [N] as little-endian float32."""
     return np.asarray(logprobs, dtype="<f4").tobytes()
 
 
 def unpack_logprobs(data: bytes) -> FloatArray:
-    """Return a read-only view [N]."""
     return np.frombuffer(data, dtype="<f4")
 
 
@@ -130,7 +128,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """
 
     ids_from: str = "sampler"
-    """Source of `sampled` (`inference_ctx.IdsSource`)."""
+    """Where `sampled` is from (`inference_ctx.IdsSource`)."""
 
     prompt_from: Literal["server", "client"] = "server"
     """Who rendered the prompt; a client's ids may differ from the server's."""
@@ -252,10 +250,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Prompts(Mapping[str, bytes]):
-    """Full prompts by call id, as int32 bytes, built when looked up in O(prompt), to save memory."""
+    """Full prompts by call id, as int32 bytes. To save memory, a look-up builds them."""
 
     def __init__(self, calls: Iterable[Call]) -> None:
-        """`calls` list parents before children. Raises ValueError for missing parents and duplicate ids."""
+        """Parents come before children. Raises ValueError for missing parents and duplicate ids."""
         self._calls: dict[str, Call] = {}
         for call in calls:
             if call.parent_id is not None and call.parent_id not in self._calls:
@@ -323,7 +321,7 @@ def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def _with_parts(message: dict[str, Any], images: Iterator[PlacedImage]) -> dict[str, Any]:
-    """Add the message's images, the next of `images`."""
+    """Add the message's images, which come next in `images`."""
     content, begin = message["content"], 0
     parts: list[dict[str, Any]] = []
     for image in message.pop("images", ()):

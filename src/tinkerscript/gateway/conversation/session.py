@@ -1,7 +1,7 @@
 """`Session` holds the conversations of one claim and makes their prompts.
 
 A prompt that continues a call starts with its prompt and sampled ids, byte for byte. Every other prompt is a
-new root with a reason (`FORK_REASONS`). Threads only read immutable data.
+new root with a reason (`FORK_REASONS`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Session:
 
     @classmethod
     def restore(cls, renderer: ConversationRenderer, calls: Iterable[Call]) -> Session:
-        """Raises ValueError for a missing parent."""
+        """Restore the conversations of recorded calls. Raises ValueError for a missing parent."""
         session = cls(renderer)
         for call in with_messages(calls):
             turn = session._recorded_turn(call)
@@ -157,7 +157,7 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Give fork reasons, now that the claim's first request is known."""
+        """Return the turns with fork reasons, now that the claim's first request is known."""
         labelled: list[Turn] = []
         for turn in turns:
             if turn.parent is None and turn.fork_reason is None:
