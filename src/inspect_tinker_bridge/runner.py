@@ -328,8 +328,6 @@ class _TaskEntry:
 
 
 class _TaskFeed(TaskSource):
-    """An eval's tasks, including later ones."""
-
     def __init__(self, on_task_ended: Callable[[EvalLog], None]) -> None:
         self.first: list[Task] = []
         self._on_task_ended = on_task_ended

@@ -196,7 +196,6 @@ async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerat
 
 
 async def model_name(url: str, options: EvalOptions) -> str:
-    """Return the name of the endpoint's first model."""
     headers = {"Authorization": f"Bearer {options.api_key}"}
     try:
         async with httpx.AsyncClient(timeout=MODELS_TIMEOUT_S) as http:

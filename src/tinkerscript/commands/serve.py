@@ -100,7 +100,6 @@ async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> N
 
 
 async def serve_checkpoint(checkpoint: str, host: str, port: Port, console: Console) -> int:
-    """Serve until cancelled."""
     async with served_checkpoint(checkpoint, host, port, console.print) as served:
         open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
         key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"

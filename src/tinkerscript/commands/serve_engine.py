@@ -20,7 +20,6 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
 async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Path | None = None) -> int:
-    """Sample for the server behind `link_address` until cancelled."""
     folder = model_folder(checkpoint, weights=True)
     keys = None if link_keys is None else load_trainer_keys(link_keys)
     with EmbeddedEngine(folder, checkpoint_dir=folder.parent) as engine:

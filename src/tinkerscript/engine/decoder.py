@@ -443,7 +443,6 @@ class HubDecoder(Decoder):
         shares: bool = False,
         routing: Routing | None = None,
     ) -> None:
-        """See `FusedDecoder` for `shares`."""
         self.device, self.dtype, self.routing = model.device, dtype, routing
         self._adapter: AdapterTensors | None = None
         self._tree = _Tree()

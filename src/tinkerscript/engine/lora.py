@@ -72,7 +72,6 @@ class LoraBase:
         return adapter
 
     def adapter_of(self, folder: Path) -> Adapter:
-        """Raises EngineError for another model's adapter."""
         adapter = self.new_adapter(settings_of(folder))
         adapter.read(folder)
         return adapter

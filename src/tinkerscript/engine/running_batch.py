@@ -122,7 +122,6 @@ class RunningRow:
         return self.request.matchers[self.index] if self.request.matchers else None
 
     def take(self, token: int, logprob: float, top: Alternatives, constraint: int) -> None:
-        """Append a sampled token."""
         if math.isnan(logprob):
             raise EngineError(
                 "the model's logits are not finite here: its weights or the request's settings are not"

@@ -147,7 +147,6 @@ def save_checkpoint(
 
 
 def load_optimizer_state(folder: Path) -> dict[str, Any]:
-    """Raises EngineRequestError if there is none."""
     path = folder / OPTIMIZER_FILE
     if not path.is_file():
         raise EngineRequestError(

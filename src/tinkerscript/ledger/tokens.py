@@ -59,7 +59,6 @@ def packed_sequences(sequences: Sequence[TrainedSequence]) -> bytes:
 
 
 def unpacked_sequences(data: bytes, dictionaries: Dictionaries = NO_DICTIONARIES) -> list[TrainedSequence]:
-    """Undo `packed_sequences` and the ledger's compression."""
     try:
         return _decode(unpacked(data, dictionaries))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -126,7 +126,6 @@ class EpisodeView(BaseModel):
 
 
 def find_episode(ledger: LedgerReader, prefix: str) -> str:
-    """Return the one episode that matches."""
     query = "SELECT uuid FROM episodes WHERE uuid >= ? AND uuid < ? AND end_number IS NOT NULL LIMIT 5"
     found = [uuid for (uuid,) in ledger.rows(query, (prefix, f"{prefix}\U0010ffff"))]
     if len(found) == 1 or prefix in found:

@@ -1,7 +1,7 @@
 """`open_frozen_role`: a `frozen` role as a model that samples and scores.
 
-A vLLM server holds it if the role has a `base_url`, else the run's backend. An unreachable server is waited
-for, up to `MAX_WAIT_S`.
+A vLLM server holds it if the role has a `base_url`, else the run's backend. We wait up to `MAX_WAIT_S` for an
+unreachable server.
 """
 
 from __future__ import annotations

@@ -498,7 +498,7 @@ class Learner:
         return {"train/entropy": float(np.concatenate(found).mean())} if found else {}
 
     def _adapt_entropy(self) -> dict[str, float]:
-        """The entropy bonus of this step, and in `_next_state` the next one's.
+        """Return this step's entropy bonus, and put the next one's into `_next_state`.
 
         docs/training.md#an-entropy-to-hold has the rule. The bound at 0 is TRL's.
         """

@@ -40,7 +40,7 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Tagged, frozen=True):
-    """Also the heartbeat."""
+    """The trainer's state, and its heartbeat."""
 
     link_version: int
     trainer_id: str
@@ -151,7 +151,7 @@ class SampleFailed(Tagged, frozen=True):
 
 
 class Metrics(Tagged, frozen=True):
-    """In Prometheus' text format."""
+    """The trainer's metrics, in Prometheus' text format."""
 
     text: bytes
 
@@ -174,7 +174,7 @@ class Refused(Tagged, frozen=True):
 
 
 class Stop(Tagged, frozen=True):
-    """The run can be resumed."""
+    """Ends the run, which can be resumed."""
 
     reason: str
 
@@ -234,7 +234,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     client_uuid: str
     reward: float
     policy_version_at_claim: int
-    all_calls: list[Call] = msgspec.field(name="calls")  # Of all roles, in recorded order.
+    all_calls: list[Call] = msgspec.field(name="calls")  # All roles' calls, in recorded order.
     role_rewards: dict[str, float] = {}
     call_rewards: dict[str, float] = {}
     """Policy call's id -> its share of `reward`."""
@@ -364,7 +364,7 @@ def scores_of(outcome: EpisodeAccepted) -> dict[str, float]:
 
 
 def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
-    """Fail a result with a reward out of bounds, unmergeable calls, or in training a missing score."""
+    """Fail a result with a reward out of bounds, calls that cannot be merged, or a missing score."""
     if isinstance(outcome, EpisodeFailed):
         return outcome
     kind = QUARANTINED

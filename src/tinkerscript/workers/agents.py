@@ -128,8 +128,10 @@ class AgentRun:
 async def run_agent(
     agent: CodingAgent, prompt: str, *, sandbox: Bubblewrap, model: EpisodeModel, limit_s: float
 ) -> AgentRun:
-    """Raises ClaimLostError, IsolationError, and WorkerError for an agent that is not installed, made no
-    model call, or ended with an unsupported call.
+    """Raises WorkerError for an agent that is not installed, made no model call, or ended with a refused
+    call.
+
+    Also raises ClaimLostError and IsolationError.
     """
     if len(prompt.encode()) > MAX_PROMPT_BYTES:
         raise WorkerError(

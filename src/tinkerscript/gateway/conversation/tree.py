@@ -96,7 +96,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_images(self) -> list[PlacedImage]:
-        """Return the images of `prompt`."""
         before = self.parent.images() if self.parent and self.parent.has_images else []
         return [*before, *moved_images(self.images, (len(self.prompt) - len(self.new_prompt)) // 4)]
 

@@ -1,4 +1,4 @@
-"""The seam between a run and its engine. A published sampler's weights never change."""
+"""The seam between a run and its engine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Publisher(ABC):
 
     @abstractmethod
     async def publish(self, policy_version: int) -> Sampler:
-        """A sampler over a frozen copy of the weights. Raises EngineError if nothing can sample them."""
+        """Return a sampler over a frozen copy of the weights. Raises EngineError if nothing can sample
+        them."""
 
     async def announce(self, policy_version: int) -> None:  # noqa: B027 (most have nothing to do)
         """The ledger has the version, so it may be sampled."""
@@ -114,7 +115,7 @@ class TrainerBackend(Publisher):
     ) -> AbstractAsyncContextManager[TrainerBackend]:
         """Leaving the context closes the backend. `note` gets messages for the user.
 
-        Raises ConfigError if the config does not fit, EngineError if the backend is not available.
+        Raises ConfigError, and EngineError if the backend is not available.
         """
 
     @abstractmethod
@@ -132,7 +133,6 @@ class TrainerBackend(Publisher):
         """Open a second policy over the same model, with its own weights, optimizer and checkpoints.
 
         It begins with a run's `checkpoint` (empty: like this backend's run), or continues from `restore`.
-        Raises ConfigError and EngineError.
         """
 
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
@@ -173,7 +173,7 @@ class FrozenModel(ABC):
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        """Each token's logprob at its temperature (None: 1). Position 0 has no context and is 0.
+        """Return each token's logprob at its temperature (None: 1). Position 0 has no context and is 0.
 
         Takes int32 [T] and float32 [T] each, returns float32 [T] each. Raises EngineError.
         """
@@ -181,7 +181,7 @@ class FrozenModel(ABC):
     async def top_logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray], top: int
     ) -> list[TopLogprobs]:
-        """`logprobs`, with the `top` most probable tokens at each position. Raises EngineError."""
+        """Like `logprobs`, also for the `top` most probable tokens at each position."""
         raise EngineError(f"the model in {self.folder} scores only given tokens (distillation.top_k: {top})")
 
 
@@ -213,7 +213,7 @@ class FrozenSampler(Sampler):
 
 
 def seed_of_role(seed: int, role: str) -> int:
-    """For a role's new adapter, in [0, 2^31)."""
+    """Return the seed of a role's new adapter, in [0, 2^31)."""
     return zlib.crc32(f"{seed}/{role}".encode()) >> 1
 
 
@@ -271,7 +271,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def finish_despite_cancel(work: Coroutine[Any, Any, ResultT], *, within_s: float) -> ResultT:
-    """A cancellation takes effect after `within_s`, if `work` has not finished."""
+    """Await `work`. A cancellation takes effect only after `within_s`."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
