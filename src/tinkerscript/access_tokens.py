@@ -102,7 +102,7 @@ def _mac(secret: bytes, purpose: bytes, episode_uuid: str, attempt: int) -> byte
 
 @lru_cache(maxsize=8)
 def _keyed(secret: bytes) -> hmac.HMAC:
-    """Take the part of an HMAC that depends only on the secret, half of its time."""
+    """Cached, because this takes half of an HMAC's time."""
     return hmac.new(secret, digestmod=hashlib.sha256)
 
 

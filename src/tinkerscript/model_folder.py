@@ -124,7 +124,6 @@ def hub_id_of(folder: Path) -> str | None:
 
 
 def base_of_folder(folder: Path) -> tuple[str, str | None]:
-    """Return how an adapter names this base: by hub id and commit, or by path."""
     hub_id = hub_id_of(folder)
     return (str(folder.absolute()), None) if hub_id is None else (hub_id, folder.name)
 

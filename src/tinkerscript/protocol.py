@@ -845,7 +845,7 @@ class UpdateEngineStatusRequest(Message):
 
 
 class SuccessResponse(Message):
-    """Reply to requests that store or do something."""
+    """Reply to other requests."""
 
     success: bool
     """Whether the request was carried out."""

@@ -344,7 +344,6 @@ def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: N
 
 
 def local_checkpoint(name: str, *, note: Callable[[str], None] = lambda text: None) -> str:
-    """Fetch a checkpoint at a URL; return other names."""
     return str(fetched_checkpoint(name, note=note)) if is_url(name) else name
 
 

@@ -2,7 +2,6 @@
 
 It needs only `tokenizers`, and adds no BOS token.
 
-
 Renderers pass message text and their own markup to one `encode`, which would turn `<|im_end|>` in a message
 into the token that ends a turn. So `SpecialTokenEscaper` marks special tokens in messages with U+FDD0, and
 `encode` treats them as ordinary text, unchanged. Other tokens (Qwen3's `<think>`, `<tool_call>`,

@@ -1,7 +1,7 @@
 """The client's requests to the interchange server, one `Operation` per method, without I/O.
 
 Operations may be repeated. A claim keeps its `claim_request_id` until it has a definite answer, so a retry
-returns the claim of the lost reply. Uuids of registered episodes are derived from their arguments.
+returns the claim of the lost reply.
 """
 
 from __future__ import annotations

@@ -164,10 +164,7 @@ class TinkerScriptClient:
 
     @contextmanager
     def held(self, episode: Episode, *, heartbeat: bool) -> Generator[None]:
-        """Renew the claim while this block runs, and give the episode back unless the block ends it.
-
-        The block of a claimed episode does this itself.
-        """
+        """Renew the claim while this block runs, and give the episode back unless the block ends it."""
         try:
             with self._renewing(episode) if heartbeat else nullcontext():
                 yield

@@ -28,7 +28,6 @@ def key_texts(
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """Return the model of a section, or of a list's or mapping's entries."""
     if get_origin(annotation) in (list, dict):
         annotation = get_args(annotation)[-1]
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

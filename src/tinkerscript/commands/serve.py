@@ -112,7 +112,6 @@ async def serve_checkpoint(checkpoint: str, host: str, port: Port, console: Cons
 async def serve_run(
     path: Path | None, resume: Path | None, console: Console, overrides: list[str] | None = None
 ) -> int:
-    """Serve a new run, or the existing run `resume`, until cancelled."""
     if (path is None) == (resume is None):
         raise ConfigError("give exactly one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
     resume = resume and resolve_link(resume)

@@ -105,7 +105,6 @@ async def train_command(
 
 
 def resumed(name: str | None, console: Console) -> Path | None:
-    """Return the folder, downloaded if `name` is a URL."""
     if name is None or not is_url(name):
         return None if name is None else Path(name)
     RUNS.mkdir(exist_ok=True)
@@ -178,7 +177,6 @@ def follow_command() -> None:
 def open_run(
     path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None
 ) -> tuple[RunConfig, Path]:
-    """Return config and folder of a new, resumed or joining run."""
     if resume is not None:
         if path is not None or join is not None:
             raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")

@@ -198,7 +198,7 @@ class TrainingConfig(Section):
     """A published algorithm, which sets its paper's keys (docs/recipes.md). Your keys win."""
 
     steps: int = Field(default=100, ge=0)
-    """Training steps. Each trains on one batch of groups and publishes a policy version."""
+    """Training steps. Each trains on a batch of groups and publishes a policy version."""
 
     groups_per_step: int = Field(default=32, ge=1)
     """Groups per step, each of another sample."""

@@ -64,7 +64,6 @@ class EngineContext:
         return AwaitableConcurrentFuture(self.thread.call(job))
 
     def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
-        """Raises EngineRequestError if the prompt and `room` more tokens do not fit."""
         if not ids:
             raise EngineRequestError("prompt: the prompt is empty")
         if len(ids) + room > self.max_context:

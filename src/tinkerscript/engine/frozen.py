@@ -70,7 +70,6 @@ class FrozenWeights:
         temperatures: Sequence[NDArray[np.float32]],
         top: int,
     ) -> Future[list[TopLogprobs]]:
-        """Like `logprobs`, also for the `top` most probable tokens at each position."""
         return self.context.thread.call_in_slices(lambda: self._scoring_top(sequences, temperatures, top))
 
     def _scoring_top(

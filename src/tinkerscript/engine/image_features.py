@@ -1,7 +1,6 @@
 """Images as token ids: every position of an image gets an id below zero that no other position has.
 
-The prefix cache and the packing of training rows can then tell images apart. The embedding layer looks up
-their features, which the frozen vision tower and projector compute.
+The prefix cache and the packing of training rows can then tell images apart.
 """
 
 from __future__ import annotations

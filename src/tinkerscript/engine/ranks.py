@@ -134,7 +134,6 @@ class Ranks:
         self._begin(self._admit)
 
     def join(self) -> None:
-        """Wait until all ranks have loaded the model."""
         if self.answers(START_S) is None:
             missing = sorted(set(range(1, self.size)) - self._answered.keys())
             raise self.fail(EngineError(f"the ranks {missing} did not join within {START_S:.0f} s"))
@@ -143,7 +142,6 @@ class Ranks:
             self.spec.join(self._store, 0, self.size)
 
     def tell(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Call a method on all followers."""
         self._raise_failure()
         for rank, each in enumerate(arguments, start=1):
             self._connections[rank].send((method, each))

@@ -3,7 +3,6 @@
 This is rollout routing replay (R3, Ma et al. 2025, arXiv:2510.11370; docs/models.md#mixtures-of-experts).
 Every family selects with `topk` over one score per expert, so intercepting that call suits all.
 
-
 Shapes: N tokens, L layers with a router, k experts of E for each token.
 """
 
@@ -116,7 +115,6 @@ class Routing:
 
 
 def experts_of(config: PreTrainedConfig) -> int:
-    """Return the number of experts, or 0."""
     text: Any = config.get_text_config()
     return next((found for name in _EXPERTS if (found := getattr(text, name, None))), 0)
 

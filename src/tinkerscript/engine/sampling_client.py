@@ -87,7 +87,6 @@ class EmbeddedSamplingClient:
 
         Raises EngineRequestError as `sample` does, and GrammarError.
 
-
         Args:
             stop_ids: Added to `sampling_params.stop`.
             top_logprobs: Alternatives per position.

@@ -79,7 +79,6 @@ class StepGraphs:
 
 
 def _live(groups: Groups) -> list[tuple[int, int]]:
-    """The ranges of each group's rows among all places."""
     begins = [0, *accumulate(group.room_for_rows for group in groups)]
     return [(begin, begin + len(group.rows)) for begin, group in zip(begins, groups, strict=False)]
 

@@ -5,7 +5,6 @@ A normalized message has `role`, `content` (always a string), and optionally `na
 `id`, the call that sampled an assistant message; `instructions`, true for a system message of one request;
 and a tool result's `is_error`.
 
-
 Two messages are the same if and only if their keys are equal:
 
 - None equals "", and text parts are concatenated.

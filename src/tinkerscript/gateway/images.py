@@ -181,6 +181,5 @@ def _even(side: int) -> int:
 
 
 def files_in(messages: Iterable[ChatMessage], images: Iterable[PlacedImage]) -> dict[str, bytes]:
-    """Return the files of `images`, which are in `messages`, by digest."""
     found = (image["sha256"] for message in messages for image in images_of(message))
     return {digest: image.data for digest, image in zip(found, images, strict=True)}

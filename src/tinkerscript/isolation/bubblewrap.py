@@ -229,7 +229,6 @@ class Bubblewrap:
     """Belongs to the event loop that starts it."""
 
     def __init__(self, limits: ResourceLimits = NO_LIMITS) -> None:
-        """Raises IsolationError if a program is missing or a limit cannot be enforced."""
         for program, package in (("bwrap", "bubblewrap"), ("nsenter", "util-linux")):
             if shutil.which(program) is None:
                 raise IsolationError(f"{program} is not installed; install it: apt-get install {package}")

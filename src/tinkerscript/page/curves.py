@@ -80,7 +80,6 @@ def curves(ledger: LedgerReader, names: Iterable[str], *, points: int = 400) -> 
 
 
 def config_differences(configs: Mapping[str, Mapping[str, Any]]) -> list[ConfigDifference]:
-    """Compare runs, or a single run with the defaults."""
     if len(configs) == 1:
         configs = {"default": RunConfig().model_dump(mode="json"), **configs}
     flat = {run: dict(_flat(config)) for run, config in configs.items()}

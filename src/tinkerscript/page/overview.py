@@ -208,7 +208,6 @@ def state(status: dict[str, Any]) -> State:
 
 
 def evaluations(ledger: LedgerReader, *, newest: int | None = None) -> list[Evaluation]:
-    """Return all evaluations, or the first and the `newest` ones."""
     columns = "label, step, time, policy_version, score, accepted, failed"
     query = f"SELECT {columns} FROM evaluations WHERE undone = 0 ORDER BY step, time"
     rows = ledger.rows(query)

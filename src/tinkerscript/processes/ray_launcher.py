@@ -41,7 +41,6 @@ async def open_launcher(
     note: Callable[[str], None],
     room_s: float = ROOM_S,
 ) -> AsyncGenerator[Launcher]:
-    """Raises ConfigError if Ray is missing or the cluster cannot be used."""
     if config.cluster.launcher == "local":
         yield LocalLauncher()
         return

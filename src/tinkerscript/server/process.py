@@ -1,4 +1,4 @@
-"""The server as a process: one run folder, one HTTP socket, one link, graceful shutdown.
+"""The server as a process.
 
 A user's errors are found before the app is imported, which takes seconds. One server at a time serves a run
 folder, and writes `server.json` once its addresses accept connections. With a shared ledger, servers of

@@ -198,7 +198,7 @@ class Checkpoints:
         user_metadata: dict[str, str] | None,
         ttl_seconds: int | None,
     ) -> Checkpoint:
-        """Describe a future checkpoint. Raises WireError with the field."""
+        """Describe a future checkpoint."""
         name = name or uuid4().hex
         if not _NAME.fullmatch(name):
             raise WireError(400, f"path: {name!r} must be letters, digits, '.', '_' and '-', without '/'")

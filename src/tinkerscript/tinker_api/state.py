@@ -194,7 +194,6 @@ class WireState:
         raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
 
     def checkpoint(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Raises WireError 404, or 400 if the engine cannot load its kind."""
         found = self.checkpoints.find(path, field=field)
         if (found.lora_config is not None) == self.engine.is_lora:
             return found

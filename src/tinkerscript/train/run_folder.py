@@ -150,7 +150,6 @@ class RunFolder:
             self._uploads.copy()
 
     def keep_checkpoints(self, number: int, *, needed: Collection[int] = ()) -> None:
-        """Keep each policy's newest step checkpoints, and the `needed` ones."""
         for folder in self._policies:
             for step, old in _made_in(folder)[:-number]:
                 if step not in needed:

@@ -258,7 +258,6 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def policy_versions(self) -> set[int]:
-        """Versions of all roles' trained weights that sampled a part."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
     def judged(self, reward: float) -> EpisodeAccepted:
@@ -278,7 +277,6 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
         return EpisodeFailed(failures=[*self.retries, failure], **shared)
 
     def reward_of(self, role: str) -> float:
-        """Return a role's own reward, else its score, else the episode's reward."""
         if not role:
             return self.role_rewards.get(POLICY, self.reward)
         return self.role_rewards.get(role, self.log_metrics.get(f"score/{role}", self.reward))

@@ -99,7 +99,7 @@ class LinkSampler(Sampler):
         self._link.send(pending.message)
 
     def trainer_connected(self) -> None:
-        """Send all requests again: the trainer may be new, or have missed some."""
+        """The trainer may be new, or have missed some requests."""
         for pending in self._pending.values():
             self._send(pending)
 

@@ -85,7 +85,7 @@ class Session:
 
     @classmethod
     def restore(cls, renderer: ConversationRenderer, calls: Iterable[Call]) -> Session:
-        """Restore the conversations of recorded calls. Raises ValueError for a missing parent."""
+        """Raises ValueError for a missing parent."""
         session = cls(renderer)
         for call in with_messages(calls):
             turn = session._recorded_turn(call)

@@ -1,6 +1,5 @@
 """Agent mode drops fields that coding agents send whether or not a server honors them, and records them.
 
-
 Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-swe-agent 2.4.
 """
 
