@@ -24,6 +24,7 @@ _KINDS = {
     "volume": (["volume", "ls"], "Name", ["volume", "rm", "--force"]),
 }
 
+# An engine may not answer yet.
 _PATIENCE_S = 60.0
 
 _sweeper: subprocess.Popen[bytes] | None = None

@@ -158,8 +158,8 @@ def sample_from_json(held: Mapping[str, Any]) -> Sample:
 def sample_digest(sample: Sample) -> str:
     """A digest of the problem, equal on all machines.
 
-    It ignores the id. Of an absolute path it hashes the last part, and of an object of unknown type only the
-    type.
+    It ignores the id. It hashes only the last part of an absolute path, and only the type of an object of
+    unknown type.
     """
     problem = (sample.input, sample.choices, sample.target, sample.metadata)
     return hashlib.sha256(repr(_settled(problem)).encode()).hexdigest()[:32]

@@ -116,7 +116,7 @@ class InspectEnv(Env):
         *,
         task: InspectTaskInfo | None = None,
     ) -> None:
-        """`task` is required if the runner has several tasks, `options.runner` if it runs a task with several
+        """`task` is required if the runner has several tasks, `options.runner` if a task has several
         options."""
         self._runner = runner
         self._task = task

@@ -32,7 +32,9 @@
     └── WorkerError              a worker cannot run its script or task
         └── WrongTaskError           an episode of a task the worker does not run
 
-A `Failure` (see `protocol`) is an episode's recorded failure.
+Everything that reads a user's config, options, model or keys may raise ConfigError, everything that uses the
+ledger StoreError, and everything in the engine EngineError. A `Failure` (see `protocol`) is an episode's
+recorded failure.
 """
 
 from __future__ import annotations

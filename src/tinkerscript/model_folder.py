@@ -1,7 +1,6 @@
 """Read a model's folder without weights, torch or transformers.
 
-It has Hugging Face's layout, or holds a LoRA adapter with PEFT's `adapter_config.json`. Functions raise
-ConfigError for a folder that lacks something.
+It has Hugging Face's layout, or holds a LoRA adapter with PEFT's `adapter_config.json`.
 """
 
 from __future__ import annotations
@@ -124,6 +123,7 @@ def hub_id_of(folder: Path) -> str | None:
 
 
 def base_of_folder(folder: Path) -> tuple[str, str | None]:
+    """Return an adapter's base: a hub id and the commit, or a path."""
     hub_id = hub_id_of(folder)
     return (str(folder.absolute()), None) if hub_id is None else (hub_id, folder.name)
 
@@ -273,7 +273,7 @@ def reads_images(folder: Path) -> bool:
 
 
 def text_config(folder: Path) -> dict[str, Any]:
-    """Return the config, or its part about text."""
+    """The config, or its part about text."""
     path = (base_of_adapter(folder) or folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: there is no such file")

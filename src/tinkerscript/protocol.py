@@ -786,7 +786,7 @@ class DeadLetter(_ShownEpisode):
 
 
 class FleetTotals(Message):
-    """Full lengths of the lists."""
+    """Full lengths of the lists in `/fleet`."""
 
     claims: int
     """Claims that hold their lease."""

@@ -71,8 +71,7 @@ class WeightSource:
         self._own.cleanup()
 
     def fetch(self, name: str) -> Path | None:
-        """Return a checked copy of an adapter, or None if it is foreign or missing. Raises like
-        `files_of`."""
+        """Return a checked copy of an adapter, or None if foreign or missing. Raises like `files_of`."""
         if not is_version(name):
             return None
         folder = Path(self._own.name) / name

@@ -152,7 +152,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[dict[str, list[str]]]:
-        """Waits while a quota is used up. Errors name the refused episodes."""
+        """Waits while a quota is used up. An error names the refused episodes."""
         groups = {
             task_id: self._group(
                 task_id, payload, group_size=group_size, episode_type=episode_type, round=round

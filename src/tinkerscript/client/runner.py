@@ -81,7 +81,7 @@ class RunStatistics:
 
 
 class Runner:
-    """Runs a rollout function once."""
+    """One run of a rollout function over episodes. Call `run` only once."""
 
     def __init__(
         self,

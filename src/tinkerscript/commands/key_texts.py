@@ -15,7 +15,7 @@ from tinkerscript.config import RunConfig
 def key_texts(
     beginning: str, model: type[BaseModel] = RunConfig, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Yield the title and meaning of each key that starts with `beginning`."""
+    """Yield the title and meaning of keys that start with `beginning`."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if section := section_of(field.annotation):

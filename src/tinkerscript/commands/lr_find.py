@@ -1,5 +1,3 @@
-"""`tinkerscript lr-find` prints how far one step moves the policy at each learning rate."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -241,8 +241,7 @@ def _prompt_tokens(config: RunConfig, samples: Callable[[], TaskSamples]) -> int
 
 
 def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> None:
-    """Refuse weights, optimizer or checkpoints that cannot fit. Call `note` if the largest batches may
-    not."""
+    """Refuse what cannot fit: weights, optimizer, checkpoints. Call `note` if the largest batches may not."""
     if config.engine.backend == "tinker":
         return
     try:

@@ -1,5 +1,3 @@
-"""`tinkerscript serve` serves a model, or the episodes of a run with a separate trainer."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""`tinkerscript engine` runs a model for a server over its link, or for Tinker clients over HTTP."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""`tinkerscript show` prints the runs of a folder, the steps of a run, or one episode, as text or JSON."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,6 +1,6 @@
 """`tinkerscript train` is everything around a run, from checking the config to the final summary.
 
-Whatever needs no torch is checked before its import.
+Checks that need no torch run before its import.
 """
 
 from __future__ import annotations

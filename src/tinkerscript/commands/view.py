@@ -1,5 +1,3 @@
-"""`tinkerscript view` serves the page of a run, or of all runs in a folder."""
-
 from __future__ import annotations
 
 import asyncio

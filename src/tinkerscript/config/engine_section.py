@@ -62,8 +62,8 @@ class EngineConfig(Section):
     """GPUs to train on, or processes with `device: cpu` (docs/devices.md)."""
 
     sharding: Literal["replicate", "shard"] = "replicate"
-    """`replicate`: each device has all weights. `shard`: each has a part (FSDP2), and the first also has all,
-    to sample."""
+    """`replicate`: each device has all weights. `shard`: each has a part (FSDP2), and the first also a copy
+    of all to sample from."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     """Precision of matrix products. `auto`: bfloat16 if the hardware supports it; sampler and trainer then

@@ -215,8 +215,9 @@ class TrainingConfig(Section):
     """Which samples are asked, and how often."""
 
     extra_groups: int = Field(default=0, ge=0)
-    """Spare groups, so that stragglers do not delay a step. As many running groups are cancelled when no
-    later step could train them, at `max_policy_lag: 0` in every step."""
+    """Spare groups, so that stragglers do not delay a step. As many running groups are cancelled once no
+    later
+    step could train them, at `max_policy_lag: 0` in every step."""
 
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Maximum steps between the weights that sampled an episode and those that it trains. Above 0, sampling

@@ -1,5 +1,3 @@
-"""`RunTable` shows a run as a few lines of text."""
-
 from __future__ import annotations
 
 import math

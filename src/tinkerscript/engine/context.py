@@ -1,6 +1,7 @@
 """`EngineContext`: what all clients of one engine share. `EngineThread`: the one thread that owns torch.
 
-Jobs run in order. A long one yields to sampling after each slice, for as long as the slice took.
+Jobs run in order. A long one yields to sampling after each slice, for as long as the slice took. Every future
+resolves.
 """
 
 from __future__ import annotations

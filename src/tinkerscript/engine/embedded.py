@@ -82,8 +82,8 @@ class EmbeddedEngine:
     ) -> None:
         """Load the model in `folder`, or the LoRA adapter and its base.
 
-        docs/config.md#engine describes the arguments that are not below. Raises EngineError for a model that
-        cannot be loaded or decoded exactly, and ConfigError for an unknown name or too many devices.
+        docs/config.md#engine describes the other arguments. Raises EngineError for a model that cannot be
+        loaded or decoded exactly, and ConfigError for an unknown name or too many devices.
 
         Args:
             folder: A path, `tiny`, or a Hugging Face id.
@@ -236,6 +236,7 @@ class EmbeddedEngine:
             self._ranks.close()
 
     def create_training_client(self) -> EmbeddedTrainingClient:
+        """Return a client of the engine's own weights."""
         return EmbeddedTrainingClient(self.context, self._trainer, self.checkpoint_dir, self._notes)
 
     def create_sampling_client(self) -> APIFuture[EmbeddedSamplingClient]:

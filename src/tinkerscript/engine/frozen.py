@@ -106,6 +106,7 @@ class FrozenBase:
     shares_prefixes: bool
 
     def with_adapter(self, folder: Path | None) -> FrozenWeights:
+        """Call this on the engine's thread."""
         weights = self.lora.new_adapter(NO_CHANGE) if folder is None else self.lora.adapter_of(folder)
         decoder = self.lora.plain if folder is None else weights.decoder()
         trainer = Trainer(weights, share_prefixes=self.shares_prefixes)

@@ -175,8 +175,7 @@ def common_prefix(one: Bytes, other: Bytes) -> int:
 
 
 def microbatches(trees: Sequence[TokenTree], budget: int, *, segments: bool = False) -> list[list[TokenTree]]:
-    """Batch rows of similar size, at most `budget` padded tokens each. No batch mixes rows with and without
-    branches."""
+    """Batch rows of similar size, at most `budget` padded tokens each, with branches apart from without."""
     batches: list[list[TokenTree]] = []
     real = 0
     for tree in sorted(trees, key=lambda t: (t.is_chain, t.size)):

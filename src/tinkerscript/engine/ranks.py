@@ -104,10 +104,7 @@ def is_launched() -> bool:
 
 
 class Ranks:
-    """Belongs to the computing thread, except `failure` and `close`.
-
-    Methods raise EngineError once a rank has failed.
-    """
+    """Belongs to the computing thread, except `failure` and `close`."""
 
     def __init__(self, size: int, spec: RankSpec, log_dir: Path | None = None) -> None:
         self.size, self.spec = size, spec

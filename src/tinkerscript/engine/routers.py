@@ -18,8 +18,7 @@ from tinkerscript.errors import EngineError
 
 
 def routing_of(model: PreTrainedModel, own: OwnLogits | None = None) -> Routing:
-    """Return how the routers choose. Raises EngineError unless a replay, and no other choice, gives the same
-    logits."""
+    """Return how the routers choose, if a replay gives the same logits and other choices do not."""
     kind = model.config.model_type
     if not (experts := experts_of(model.config)):
         raise EngineError(

@@ -1,7 +1,7 @@
 """`RunningBatch`: the rows that one set of weights is decoding (continuous batching).
 
-docs/engine.md describes batching and its memory. An error in one row fails only its request, and does not
-change the others' ids and log probabilities.
+docs/engine.md describes batching and its memory. Rows are in their cache's order. An error in one row fails
+only its request, and does not change the others' ids and log probabilities.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ Alternatives = Sequence[tuple[int, float]]
 
 
 Report = Callable[[int, int, int, float, Alternatives], None]
-"""(index, offset, token, logprob, top): sample `index` drew `token` after `offset` others. Must not block."""
+"""(index, offset, token, logprob, top): sample `index` drew `token` after `offset` others. Called on the
+engine's thread, so it must not block.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,7 @@ class Request:
     min_p: float = 0.0
 
     sampled: int = 0
-    """Number of the prompt's last ids that other weights sampled for the reply. Stop strings may begin
-    there."""
+    """Number of the prompt's last ids that other weights sampled for the reply. Stops may begin there."""
 
     known: int = 0
     """Number of the prompt's first ids that need no experts."""
@@ -183,6 +184,7 @@ class RunningBatch:
         return bool(self._cache.groups or self._waiting)
 
     def submit(self, request: Request) -> None:
+        """The future resolves to the rows in sample order."""
         if request.images:
             try:
                 assert self._images is not None
@@ -280,8 +282,7 @@ class RunningBatch:
         return found
 
     def _prefilled(self, sequences: list[Ids]) -> dict[Ids, Prefilled | Exception]:
-        """Return states or errors of known sequences, and of those that `PREFILL_TOKENS` more tokens
-        complete."""
+        """Return known sequences, and those that `PREFILL_TOKENS` more tokens complete, or their errors."""
         found: dict[Ids, Prefilled | Exception] = {}
         for sequence in sequences:
             try:

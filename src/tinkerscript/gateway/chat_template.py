@@ -225,7 +225,10 @@ _REFUSALS = (
 
 
 def with_image_places(message: ChatMessage) -> ChatMessage:
-    """Write a character for each image into the content. Raises GatewayError 400 if the content has it."""
+    """Write a character for each image into the content, because marks in the text move what follows.
+
+    Raises GatewayError 400 if the content has the character.
+    """
     images, content = images_of(message), message["content"]
     if not images:
         return message

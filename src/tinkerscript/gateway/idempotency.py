@@ -1,7 +1,7 @@
 """`IdempotencyCache` finds requests that repeat an earlier one and should get its reply:
 
-- Requests with its `Idempotency-Key`, even after a restart. They wait while it is in flight; if it
-  fails, one takes its place.
+- Requests with the earlier one's `Idempotency-Key`, even after a restart. They wait while it is in flight; if
+  it fails, one takes its place.
 - Retries (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients) with the body of a
   request that is being recorded, or was after a disconnect. Each original serves one retry, and none after a
   restart.

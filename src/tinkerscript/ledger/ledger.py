@@ -2,7 +2,7 @@
 
 Nothing is answered before it is committed. Writes of a few event-loop iterations, or during a commit, share a
 transaction. Then callbacks of `after_commit` run and `durable()` returns, in the order of the writes. Reads
-see only committed rows. A failing database raises StoreError.
+see only committed rows.
 """
 
 from __future__ import annotations
@@ -186,8 +186,10 @@ class Ledger(ABC):
             await future
 
     async def failed(self) -> NoReturn:
-        """Raise the StoreError of a failed commit, once there is one. Then memory is ahead of the ledger:
-        stop."""
+        """Wait for a commit to fail, and raise its StoreError.
+
+        Then stop the server, because memory is ahead of the ledger.
+        """
         while self._failure is None:
             await self._failed.wait()
         raise self._failure

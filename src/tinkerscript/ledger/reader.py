@@ -121,8 +121,7 @@ class LedgerReader:
         return str(self.setting("engine", "model") or "")
 
     def calls(self, sequence: int, attempt: int) -> list[Call]:
-        """Return calls, oldest first, or none if dropped. Raises NotRecordedError for data that no server
-        wrote."""
+        """Oldest first; empty if dropped. Raises NotRecordedError for data that no server wrote."""
         return self.calls_of(CALLS_OF_CLAIM.replace("{s}", ""), (sequence, attempt))
 
     def calls_of(self, query: str, parameters: Sequence[Any]) -> list[Call]:

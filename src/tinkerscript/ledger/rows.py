@@ -86,6 +86,7 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """First step that could train on it, or the step before its evaluation. 0: a client's sample."""
 
     label: str = ""
+    """Label of its evaluation, such as `before`."""
 
     position: int = -1
     """Its sample's place in the order of training, or -1."""

@@ -35,10 +35,10 @@ class StorageLimit:
         replay_lag: int = 0,
         empty: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None,
     ) -> None:
-        """`limit_mb` is in MiB; 0 means no limit.
+        """`limit_mb` is in MiB (0: no limit).
 
         `replay_lag`: episodes of so many steps before a checkpoint may still train after it. `empty` gets
-        uuids to empty, and returns those that may be; None: all.
+        uuids to empty, and returns those that may be (None: all).
         """
         self._ledger = ledger
         self._limit = limit_mb * 2**20

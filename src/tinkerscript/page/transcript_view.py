@@ -118,6 +118,7 @@ def _find_transcript(
 
 
 def parsed(text: bytes) -> Transcript:
+    """Raises ValueError."""
     try:
         return _read_transcript(text)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

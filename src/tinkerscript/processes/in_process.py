@@ -45,7 +45,7 @@ class ServerHere:
 
     @asynccontextmanager
     async def working(self, link: TrainerLink, url: str) -> AsyncGenerator[None]:
-        """Run up to `workers.concurrency` episodes at once. Raises WorkerError for an unusable script."""
+        """Run up to `workers.concurrency` episodes at once. Raises WorkerError."""
         workers, name = self._config.workers, f"{link.own_clients}0-0"
         tasks = [] if workers.script else self._config.all_tasks
         options = WorkerOptions(

@@ -273,7 +273,8 @@ def _workers(config: RunConfig) -> list[PlannedProcess]:
 def worker_arguments(config: RunConfig, *, elsewhere: bool = False) -> list[str]:
     """A worker's script, or its tasks with their arguments.
 
-    `elsewhere` strips folders, for a machine with the files in its working directory.
+    `elsewhere` strips folders, for a machine with the files in its working directory. The server recognizes
+    tasks without their folder.
     """
     if config.workers.script:
         return [Path(config.workers.script).name if elsewhere else config.workers.script]

@@ -33,8 +33,7 @@ async def run_page(
     *,
     max_restarts: int = MAX_RESTARTS,
 ) -> AsyncGenerator[None]:
-    """Announce the page's URL, also to `on_page`. Without `on_page`, or with `page_port: off`, there is no
-    page."""
+    """Announce the page's URL, also to `on_page`. `on_page=None` and `page_port: off` mean no page."""
     if on_page is None or config.page_port == "off":
         yield
         return

@@ -65,7 +65,7 @@ class Supervisor:
             child.process.kill()
 
     async def failed(self) -> None:
-        """Raises ChildFailedError when a child dies too often."""
+        """Raises ChildFailedError when a child cannot run or dies too often."""
         assert self._failure is not None
         await asyncio.shield(self._failure)
 

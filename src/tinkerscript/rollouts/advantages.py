@@ -211,6 +211,7 @@ class RolloutGroup:
     past: Past | None = None
 
     def __post_init__(self) -> None:
+        """Raises ValueError for a reward above `errors.MAX_REWARD` in magnitude."""
         for episode in self.episodes:
             if not abs(episode.reward) <= MAX_REWARD:
                 raise ValueError(

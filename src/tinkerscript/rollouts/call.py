@@ -65,6 +65,7 @@ def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
 
 
 def unpack_ids(data: bytes) -> IntArray:
+    """Return a read-only view [N]."""
     return np.frombuffer(data, dtype="<i4")
 
 
@@ -74,6 +75,7 @@ def pack_logprobs(logprobs: Sequence[float] | FloatArray) -> bytes:
 
 
 def unpack_logprobs(data: bytes) -> FloatArray:
+    """Return a read-only view [N]."""
     return np.frombuffer(data, dtype="<f4")
 
 

@@ -144,8 +144,7 @@ class LeasedClaims(ClaimBook):
         return self.reserve(claim, num_samples, max_tokens, num_bytes)
 
     def opened(self, key: str, *, gateway: int = 0) -> OpenClaim:
-        """`gateway` is the process that asks, 0 the server. Raises GatewayError 421 for another process's
-        claim."""
+        """`gateway` is the process that asks, or 0. Raises GatewayError 421 for another process's claim."""
         claim = self._keys.opened_by(key)
         if claim is None:
             raise _refused(key, "this API key opens no claim on this server")

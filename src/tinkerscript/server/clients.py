@@ -3,7 +3,7 @@
 A broken client fails at once and claims again, using up many episodes' attempts. After `MIN_FAILURES`
 failures in a row it gets one episode per second, and once the others' success rate cannot explain its
 failures, none for `QUARANTINE_S`. A client with its own token is `NAME/CLIENT_UUID`, and is also tracked as
-`NAME/`, so a new uuid does not help it.
+`NAME/`, so a new uuid does not help it. If everyone fails, the run ends by itself (`NoSuccessError`).
 """
 
 from __future__ import annotations

@@ -138,8 +138,7 @@ class Interchange:
         return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
-        """Load episodes that steps after `step` planned or used (`used`), and the rest of unfinished
-        groups."""
+        """Load episodes planned by steps after `step`, those in `used`, and the rest of unfinished groups."""
         await self._recall("step > ?", step)
         begun = "SELECT group_id FROM {s}episodes WHERE consumed = 0 AND step > 0 AND episode_type = 'train'"
         await self._recall(f"group_id IN ({begun})")

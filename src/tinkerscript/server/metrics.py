@@ -1,7 +1,7 @@
 """The server's metrics, in its own Prometheus registry, with the trainer's.
 
-Episodes are counted at each scrape, so their counts survive a restart. The number of series never depends on
-clients.
+Episodes are counted at each scrape, so counts survive a restart; other counters begin at 0. The number of
+series never depends on clients.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ class OutcomeStream:
         return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord], reading: int) -> None:
-        """An outcome that cannot be read or encoded fails alone. A `follow` queues the rest again, and ends
+        """An outcome that cannot be read or encoded fails alone. A `follow` queues the rest anew and ends
         this."""
         try:
             first_offers = [each for each in episodes if each.state == "failed" and not each.offered]

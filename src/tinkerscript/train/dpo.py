@@ -1,8 +1,7 @@
 """Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290) on pairs of episodes.
 
 A pair's loss depends on all its tokens, but an engine's losses are sums over tokens. So each step computes
-log probabilities, then trains with `cross_entropy` weighted by the loss's derivatives, which has the same
-gradient.
+log probabilities, then trains with `cross_entropy` weighted by the loss's derivatives: the same gradient.
 """
 
 from __future__ import annotations

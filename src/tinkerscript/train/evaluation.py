@@ -73,7 +73,7 @@ class Evaluator:
         self._failure: NoSuccessError | None = None
 
     async def run(self) -> None:
-        """Evaluate. The loop raises a NoSuccessError between steps."""
+        """Evaluate; the loop raises a NoSuccessError between steps."""
         try:
             while True:
                 before = self.collector.received

@@ -51,10 +51,7 @@ async def open_frozen_role(
     max_wait_s: float = MAX_WAIT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[FrozenModel]:
-    """Raises ConfigError, with the role's name, if the model is unusable.
-
-    `folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request.
-    """
+    """`folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request."""
     if role.base_url:
         async with _served(name, role, folder, note, environ, timeout_s, max_wait_s) as model:
             yield model

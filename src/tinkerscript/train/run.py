@@ -90,7 +90,7 @@ async def run_training(
     """Returns the run's folder, with results in summary.json.
 
     `path`: folder of a run to resume. `join`: use the server that already serves it. Without `on_page` there
-    is no page. Raises ConfigError for a run that cannot start.
+    is no page.
     """
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)

@@ -140,6 +140,7 @@ class RunFolder:
             yield
 
     async def finish_copies(self, progress: ProgressReporter) -> None:
+        """Raises UploadError."""
         if self._uploads is not None:
             with progress.waiting(f"the copies at {self._url}"):
                 await self._uploads.finish()

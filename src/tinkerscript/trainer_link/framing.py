@@ -1,7 +1,7 @@
 """Framing, socket options, intervals and send queue for both ends of the link.
 
-A frame is a msgpack list of messages. A malformed message is dropped alone; a wholly unreadable frame raises
-LinkError.
+A frame is a msgpack list of messages. A malformed message is dropped alone; a frame without a readable one
+raises LinkError. Every queue is bounded.
 """
 
 from __future__ import annotations

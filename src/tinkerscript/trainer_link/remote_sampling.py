@@ -1,7 +1,7 @@
 """Model calls over the link: `LinkSampler` at the server, `SampleService` at the trainer.
 
 Whichever process restarts, a call is answered once, or refused within its time limit with a status that says
-whether to retry.
+whether to retry. The trainer never runs a request twice at once.
 """
 
 from __future__ import annotations

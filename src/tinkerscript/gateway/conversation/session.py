@@ -1,7 +1,7 @@
 """`Session` holds the conversations of one claim and makes their prompts.
 
 A prompt that continues a call starts with its prompt and sampled ids, byte for byte. Every other prompt is a
-new root with a reason (`FORK_REASONS`).
+new root with a reason (`FORK_REASONS`). Threads only read immutable data.
 """
 
 from __future__ import annotations

@@ -133,8 +133,7 @@ def _call_errors(call: Call, scales_logits: bool) -> Iterator[str]:
 
 
 def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[str]:
-    """Compare each call's prompt, or its new ids after a parent in this sequence, with the tokens before
-    it."""
+    """Compare each call's prompt, or after a parent in this sequence its new ids, with earlier tokens."""
     tokens, ends = rollout.tokens, dict[str, Segment]()
     for segment in rollout.segments:
         call = segment.call

@@ -234,8 +234,7 @@ def _retokenised(bad: Sequence[Pair], retokenise: Callable[[IntArray], Sequence[
 
 
 def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
-    """Whether logprobs are never below the trainer's, and where above, both probabilities sum to at most
-    1."""
+    """Whether none is below the trainer's, and where one is above, both probabilities sum to at most 1."""
     sampler = np.concatenate([pair.sampler for pair in bad]).astype(np.float64)
     trainer = np.concatenate([pair.trainer for pair in bad]).astype(np.float64)
     above = sampler - trainer > EQUAL_WITHIN

@@ -1,4 +1,4 @@
-"""`EpisodeBook`: every episode of a run, and who may change it, and how.
+"""`EpisodeBook`: every episode of a run, and who may change it, and how. It does no I/O.
 
 An episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result counts only from
 the claim that holds the lease; a failure that a trainer may have used is final. The book holds all episodes

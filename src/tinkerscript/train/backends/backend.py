@@ -66,8 +66,7 @@ class Publisher(ABC):
 
     @abstractmethod
     async def publish(self, policy_version: int) -> Sampler:
-        """Return a sampler over a frozen copy of the weights. Raises EngineError if nothing can sample
-        them."""
+        """A sampler over a frozen copy of the weights. Raises EngineError if nothing can sample them."""
 
     async def announce(self, policy_version: int) -> None:  # noqa: B027 (most have nothing to do)
         """The ledger has the version, so it may be sampled."""

@@ -1,6 +1,6 @@
 """Differences between versions of Tinker's SDK (0.24 to 0.38), and between servers.
 
-All errors of the SDK become EngineErrors.
+Features are detected, not compared by version. All errors of the SDK become EngineErrors.
 """
 
 from __future__ import annotations

@@ -137,8 +137,7 @@ class Replica:
         return self.config.model if self._facts is None else self._facts.model
 
     async def take(self, folder: Path) -> None:
-        """Load the weights in `folder`. Full weights end running calls; adapters load when a request names
-        them."""
+        """Load full weights, which ends running calls. Adapters load when a request names them."""
         name = folder.name
         if self.adapters or self._weights == name:
             return
@@ -171,7 +170,7 @@ class Replica:
         )
 
     async def sample(self, request: SampleRequest, version: int, *, is_held: bool = False) -> SampleResult:
-        """`cut` leaves `is_held` calls alone. Also raises LostError."""
+        """Raises LostError. `cut` leaves `is_held` calls alone."""
         sampler = self._samplers.get(version)
         if sampler is None:
             raise LostError(f"{self.name} does not have version {version}")
