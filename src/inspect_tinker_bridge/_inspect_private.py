@@ -74,7 +74,7 @@ def registered_names() -> list[str]:
 
 
 def active_epoch() -> int | None:
-    """The epoch in a scorer's model call is not public."""
+    """Not public inside a scorer's model call."""
     active = sample_active()
     return None if active is None else active.epoch
 
@@ -99,7 +99,6 @@ async def sandbox_files(files: dict[str, str]) -> dict[str, bytes]:
 
 
 async def sandbox_script(setup: str) -> bytes:
-    """A sample's setup script with the shebang that Inspect adds."""
     script = await read_sandboxenv_file(setup)
     return script if script.lstrip().startswith(b"#!") else b"#!/usr/bin/env bash\n\n" + script
 
@@ -125,7 +124,6 @@ async def stop_sandboxes(
 
 @contextmanager
 def current_sandboxes(environments: dict[str, SandboxEnvironment]) -> Generator[None]:
-    """Make `inspect_ai.util.sandbox()` return these."""
     tokens = (
         sandbox_context.sandbox_environments_context_var.set(environments),
         sandbox_context.sandbox_default_context_var.set(next(iter(environments))),
@@ -164,12 +162,10 @@ async def dead_container() -> str:
 
 
 def mark_choices(state: TaskState) -> None:
-    """Mark the choices, as `multiple_choice()` does after generating."""
     set_choices_based_on_generated_response(state, parse_answers(state, multiple_correct=True))
 
 
 def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
-    """Names as in Inspect's logs, where a second `match` is `match1`."""
     names: list[str] = []
     for scorer in scorers:
         names.append(unique_scorer_name(scorer, names))
@@ -179,7 +175,7 @@ def scorer_names(scorers: Sequence[Scorer]) -> list[str]:
 def cancel_sample(epoch: int) -> None:
     """Cancel a sample without a score. The public API can only end a sample from within.
 
-    A starting sample ends after its start.
+    A sample that is still starting is cancelled once it has started.
     """
     _interrupt(epoch, "cancel")
 
@@ -221,19 +217,16 @@ def silent_display() -> Generator[None]:
 
 
 def without_live_sessions() -> None:
-    """Turn off live sessions (ACP) in this context.
-
-    They cost a tenth of a short episode's CPU time, and have no public switch.
-    """
+    """Turn off live sessions (ACP), which cost a tenth of a short episode's CPU time."""
     flag: ContextVar[bool] | None = getattr(transport, "_acp_live_active", None)
     if flag is not None:
         flag.set(True)
 
 
 class ProcessState:
-    """What Inspect's first eval changes: `sys.excepthook`, log levels, root handlers.
+    """What Inspect's first eval changes: `sys.excepthook`, log levels and root handlers.
 
-    Inspect's logger stays at ERROR, or it writes a trace record of every model call to a file.
+    Inspect's logger stays at ERROR. Otherwise it writes a trace record of every model call to a file.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Remove containers when the process that started them ends.
 
-Inspect does not if the process is killed or the engine does not answer then. This file runs as a separate
-process, which gets each Compose project's name before it starts, and removes the rest when its standard input
-closes.
+Inspect leaves them behind if the process is killed or the engine does not answer. This file runs as a
+separate process. It learns each Compose project's name before the project starts, and removes what is left
+when its standard input closes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Convert Inspect's samples to and from JSON, and messages to and from OpenAI's chat format.
 
-Invariants: `sample_from_json(sample_to_json(sample))` equals the sample, with its id's type, its None values
-and its sandbox, which pydantic loses. Text, reasoning and tool arguments survive to the character; anything
-else raises UnsupportedError. Conversions take microseconds, Inspect's a millisecond.
+`sample_from_json(sample_to_json(sample))` equals the sample, with its id's type, its None values and its
+sandbox, which pydantic loses. Text, reasoning and tool arguments survive to the character; anything else
+raises UnsupportedError. Our conversions take microseconds; Inspect's take a millisecond.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ _STOP_REASONS: dict[str, StopReason] = {
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """Leaves out unset fields. Unknown metadata becomes its `repr`."""
+    """Omits unset fields. Unknown metadata becomes its `repr`."""
     held: dict[str, Any] = from_json(to_json(sample, fallback=repr))
     return {name: value for name, value in held.items() if value is not None}
 
@@ -158,15 +158,14 @@ def sample_from_json(held: Mapping[str, Any]) -> Sample:
 def sample_digest(sample: Sample) -> str:
     """A digest of the problem, equal on all machines.
 
-    Its id does not count; absolute paths count with their last part, objects of unknown types with their
-    type.
+    It ignores the id. It hashes only the last part of an absolute path, and only the type of an object of
+    unknown type.
     """
     problem = (sample.input, sample.choices, sample.target, sample.metadata)
     return hashlib.sha256(repr(_settled(problem)).encode()).hexdigest()[:32]
 
 
 def sample_summary(sample: Sample) -> dict[str, Any]:
-    """JSON for readers that cannot load the task."""
     held = {
         "id": sample.id,
         "input": sample.input,
@@ -192,7 +191,6 @@ def _showable(value: Any) -> Any:
 
 
 def _settled(value: Any) -> Any:
-    # Every process must have the same `repr`.
     # The `repr` must be the same in every process.
     if value is None or isinstance(value, bool | int | bytes):
         return value
@@ -218,7 +216,7 @@ def _settled(value: Any) -> Any:
 
 
 def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
-    """Takes an `inspect_dataset_to_hf` row, or its `info`. Raises UnsupportedError."""
+    """Takes an `inspect_dataset_to_hf` row or its `info`."""
     info: Any = row if isinstance(row, str) else row.get("info", row)
     held = json.loads(info) if isinstance(info, str) else info
     if not isinstance(held, Mapping) or "sample" not in held:
@@ -227,7 +225,7 @@ def sample_of_row(row: Mapping[str, Any] | str) -> Sample:
 
 
 def to_dicts(messages: Sequence[ChatMessage]) -> list[MessageDict]:
-    """Raises UnsupportedError beyond text, reasoning and images."""
+    """Raises UnsupportedError for content other than text, reasoning and images."""
     return [_to_dict(message) for message in messages]
 
 
@@ -255,7 +253,7 @@ class ChatConverter:
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> Json:
-        """Raises UnsupportedError with the field."""
+        """Raises UnsupportedError, which names the field."""
         body: Json = {"model": "policy", "messages": [self._message(message) for message in messages]}
         if tools:
             body["tools"] = [_tool(tool) for tool in tools]
@@ -322,7 +320,6 @@ class ChatConverter:
 
 
 def sampling_fields(config: GenerateConfig) -> Json:
-    """Raises UnsupportedError."""
     wanted = _wanted(config)
     _refuse(wanted.keys() - _SENT.keys() - {"response_schema"} - _LEFT_OUT - _INSPECTS_OWN)
     fields = {_SENT[name]: value for name, value in wanted.items() if name in _SENT}
@@ -340,9 +337,9 @@ def unapplied(config: GenerateConfig) -> list[str]:
 
 
 def check_for_tinker(config: GenerateConfig, *, applied: Collection[str] = ()) -> list[str]:
-    """The fields that the trainer decides, except `applied` ones, as `name=value`.
+    """Return the set fields that the trainer decides, except `applied` ones, as `name=value`.
 
-    Raises UnsupportedError for others, such as several choices or logprobs.
+    Raises UnsupportedError for fields that a trainer cannot honor, such as several choices or logprobs.
     """
     wanted = _wanted(config)
     one = {"num_choices": 1, "best_of": 1, "logprobs": False}
@@ -498,7 +495,7 @@ def _assistant_content(message: Mapping[str, Any]) -> str | list[Content]:
 def parse_arguments(raw: str) -> tuple[dict[str, Any], str | None]:
     """Parse a sampled call's arguments, and describe any problem. Never raises.
 
-    Tools, sandboxes or logs do not take lone surrogates, NUL characters, nesting above 100, and integers of
+    Tools, sandboxes or logs refuse lone surrogates, NUL characters, nesting above 100, and integers of
     thousands of digits.
     """
     try:

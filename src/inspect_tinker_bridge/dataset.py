@@ -53,8 +53,7 @@ def inspect_dataset_to_hf(
 
     Solvers run up to their first model call; no other eval may run meanwhile. `additional_system_content` is
     appended to the system message, or becomes one. Raises UnsupportedError for content other than text,
-    reasoning and images, TaskFailedError if a solver raises or first asks the model of a role, and
-    RunnerError.
+    reasoning and images, TaskFailedError if a solver raises or first asks a role's model, and RunnerError.
     """
     info = task if isinstance(task, InspectTaskInfo) else load_inspect_task(task)
     samples = info.samples[:max_samples]

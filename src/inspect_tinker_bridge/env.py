@@ -1,7 +1,6 @@
 """Tinker environments of Inspect tasks: `InspectEnv`, groups, and datasets of groups.
 
-Each observation extends the previous one and its action unless `fork` says otherwise. A failure raises
-TaskFailedError. A dataset's batches depend only on its options, so a resumed run gets the same ones.
+A dataset's batches depend only on its options, so a resumed run gets the same ones.
 """
 
 from __future__ import annotations
@@ -117,7 +116,8 @@ class InspectEnv(Env):
         *,
         task: InspectTaskInfo | None = None,
     ) -> None:
-        """`task` is required if the runner has several, `options.runner` if it has one several times."""
+        """`task` is required if the runner has several tasks, `options.runner` if a task has several
+        options."""
         self._runner = runner
         self._task = task
         self._sample = sample
@@ -185,8 +185,8 @@ class InspectEnv(Env):
     async def finish(self) -> tuple[float, Metrics]:
         """Score an episode that the trainer stopped early.
 
-        Returns the reward that no step has returned, and the metrics without `stop/`. Raises TaskFailedError
-        if the episode never started, or if the solver or a scorer raises.
+        Returns the reward, or 0 if a step has returned it, and the metrics without `stop/`. Raises
+        TaskFailedError if the episode never started, or if the solver or a scorer raises.
         """
         if self._rewarded:
             return 0.0, {}
@@ -320,7 +320,7 @@ class InspectEnvGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """Score episodes that the trainer stopped early."""
+        """Score the episodes that the trainer stopped early."""
         envs = [env for env in env_group if isinstance(env, InspectEnv)]
         if len(envs) != len(trajectory_group):
             raise UnsupportedError(f"{len(trajectory_group)} trajectories, {len(envs)} Inspect environments")
@@ -391,7 +391,6 @@ class InspectRLDataset(RLDataset):
         return self._seed
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
-        """Raises IndexError outside `0 <= index < len(self)`."""
         if not 0 <= index < len(self):
             raise IndexError(f"batch {index} of {len(self)}")
         start = index * self._batch_size

@@ -1,8 +1,8 @@
 """Episodes inside an eval: their model calls, the policies that answer them, and their outcomes.
 
-A model call belongs to one episode, found through a context variable; without one, it comes from a scorer
-that grades with the policy. `next_call` takes every call that `PendingCalls.generate` accepts, or it fails
-with the limit of `finish`.
+A context variable names the episode of a model call; without one, the call comes from a scorer that grades
+with the policy. `next_call` takes every call that `PendingCalls.generate` accepts, or the call fails with the
+limit of `finish`.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class ChatPolicy(Protocol):
     async def generate(self, request: GenerateRequest) -> ModelOutput:
         """Answer one call.
 
-        `TaskRunner.run` raises an exception that ends the episode. `inspect_ai.util.LimitExceededError` ends
-        the solver and lets the scorers run.
+        An exception ends the episode, and `TaskRunner.run` raises it, except that
+        `inspect_ai.util.LimitExceededError` ends the solver and lets the scorers run.
         """
         ...
 
@@ -122,7 +122,6 @@ class RunningEpisode:
     on_record: Callable[[EvalSample], None] = lambda record: None
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Raises EpisodeAbandonedError after the end."""
         if self.ended.done():
             raise EpisodeAbandonedError("the episode has ended; its model calls are refused")
         call = asyncio.create_task(_answer(self.policy, request))
@@ -187,7 +186,6 @@ class PendingCalls:
         self._waiting: set[asyncio.Future[ModelOutput]] = set()
 
     async def generate(self, request: GenerateRequest) -> ModelOutput:
-        """Raises the limit after `finish`."""
         if self._limit is not None:
             self._on_ignored_limit()
             raise self._limit
@@ -332,9 +330,10 @@ def _made(name: str, episodes: Episodes, *, allow_self_grading: bool, role: str 
 
 
 class _UntimedModel(Model):
-    """No GenerateConfig times out, retries or delays its calls.
+    """Ignores the timeouts, retries and delays of any GenerateConfig.
 
-    `attempt_timeout` would discard a finished reply. The public API merges configs earlier.
+    `attempt_timeout` would discard a finished reply. The public API merges configs before we could drop
+    these.
     """
 
     def _resolve_config(self, config: GenerateConfig | None) -> GenerateConfig:

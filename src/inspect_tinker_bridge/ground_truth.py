@@ -32,7 +32,7 @@ async def get_ground_truth_messages(task: Task | InspectTaskInfo, sample: Sample
 
 
 def silent_roles(info: InspectTaskInfo) -> RunnerOptions:
-    """The task's model roles only raise errors."""
+    """Options with which the models of the task's roles only raise errors."""
     roles: dict[str, str | Model] = {role: refusing_model(role) for role in info.task.model_roles or {}}
     return RunnerOptions(model_roles=roles or None)
 

@@ -70,7 +70,7 @@ def load_environment(
 ) -> InspectRLDataset:
     """Make a Tinker dataset of environments from a task's samples.
 
-    `task` is a task function, a Task, `file.py@name` or a registered name. It gets `task_args` and further
+    `task` (see `TaskLike`) gets `task_args` and further
     keyword arguments. `renderer` is a tinker_cookbook renderer, or its name with a `tokenizer`, and for
     images an `image_processor`.
 

@@ -1,7 +1,7 @@
 """The `TaskRunner` that the environments of a process share.
 
 It is only open while it has a holder, so that other evals can run in between. Event loops of different
-threads take turns, because Inspect runs one eval per process.
+threads take turns.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _mean_reward(rollouts: Sequence[SavedRollout]) -> EvalResults:
 def pack_transcript(record: EvalSample, max_bytes: int) -> bytes:
     """The record as JSON of an `EvalSample` in a zstd frame of at most `max_bytes` bytes.
 
-    Long texts are cut first, then middle events left out. Empty if that does not suffice.
+    Long texts are cut first, then events in the middle left out. Returns b"" if that does not suffice.
     """
     try:
         return _packed(record, max_bytes)

@@ -88,7 +88,7 @@ class ContinuingRenderer(Renderer):
 def to_renderer_messages(
     renderer: Renderer, messages: Sequence[ChatMessage], tools: Sequence[ToolInfo], tool_choice: ToolChoice
 ) -> list[Message]:
-    """Convert a conversation and its tools, as text if the renderer has none.
+    """Convert a conversation and its tools, which become text if the renderer has no format for them.
 
     Raises UnsupportedError for content other than text, reasoning and images.
     """
@@ -370,7 +370,7 @@ Piece: TypeAlias = int | tinker.ModelInputChunk
 class Prompt:
     pieces: list[Piece]
     is_fork: bool
-    """The history was modified, or the renderer rewrites it."""
+    """Whether the history was modified, or the renderer rewrites it."""
 
     @property
     def length(self) -> int:
@@ -455,7 +455,7 @@ class TokenBuffer:
         return _pieces(self._renderer.build_generation_prompt(messages))
 
     def _splice(self, turn: _Turn, messages: list[Message], rendered: list[Piece]) -> list[Piece] | None:
-        """None if `messages` do not extend `turn`."""
+        """Return None if `messages` do not extend `turn`."""
         count = len(turn.messages)
         if isinstance(self._renderer, ContinuingRenderer):
             return self._continued(self._renderer, turn, messages)
@@ -475,7 +475,7 @@ class TokenBuffer:
         prefill = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
         new = messages[count:-1] if prefill else messages[count:]
         if not new or not isinstance(prefill, str) or any(each["role"] == "assistant" for each in new):
-            return None  # Later replies must not be rendered.
+            return None  # Later replies must not be rendered anew.
         before: Any = turn.ids  # Such a renderer takes no images.
         prompt, action = before[: turn.prompt_length], before[turn.prompt_length :]
         ids = renderer.continuation(prompt, action, messages[:count], new)

@@ -1,7 +1,7 @@
 """`TaskRunner` is a persistent Inspect eval that runs every episode of one or more tasks.
 
-Every `run` ends with an outcome or an error. The end of a task leaves other tasks' episodes running. Closing
-restores the process state. One runner is open at a time, because Inspect allows one eval per process.
+The end of a task leaves other tasks' episodes running. Closing restores the process state. One runner is open
+at a time, because Inspect allows one eval per process.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class TaskRunner:
         return self._eval is not None and self._stopped is None and not self._closing
 
     async def __aenter__(self) -> TaskRunner:
-        """Raises RunnerError from the cause."""
+        """Raises RunnerError if the eval does not start."""
         if self._eval is not None:
             raise RunnerError("a TaskRunner can be entered only once; create another one")
         self._eval = asyncio.create_task(self._run_eval(), name=f"inspect-eval-{self.task.name}")
@@ -141,8 +141,8 @@ class TaskRunner:
     ) -> EpisodeOutcome:
         """Run one episode of `sample`: the solver, then the scorers.
 
-        `task` selects one of several tasks (None: the first), `options` one of its options. `on_record` gets
-        Inspect's record, even if this raises, unless the episode was abandoned.
+        `task` selects one of several tasks (None: the first), and `options` the options it was added with.
+        `on_record` gets Inspect's record, even if this raises, unless the episode was abandoned.
 
         Raises InvalidTaskError for an unknown task, RunnerError if the eval or the task dies or is closed,
         SandboxError if the sandbox is not available here, SelfGradingError if a scorer called the policy, and
@@ -328,8 +328,6 @@ class _TaskEntry:
 
 
 class _TaskFeed(TaskSource):
-    """An eval's tasks, including later ones."""
-
     def __init__(self, on_task_ended: Callable[[EvalLog], None]) -> None:
         self.first: list[Task] = []
         self._on_task_ended = on_task_ended

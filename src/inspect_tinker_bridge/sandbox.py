@@ -112,7 +112,7 @@ def check_sandboxes(task: Task, samples: Sequence[Sample], override: SandboxConf
 
 
 def check_provider(sandbox_type: str) -> type[SandboxEnvironment]:
-    """Blocks while docker answers. Raises SandboxError."""
+    """Blocks while docker answers."""
     provider = _inspect_private.sandbox_provider(sandbox_type)
     if provider is None:
         known = ", ".join(_inspect_private.sandbox_provider_names())

@@ -1,7 +1,6 @@
 """Scores, rewards and reports of finished episodes.
 
-An error, a missing score, or a score or reward that is not a finite number fails the episode. A scorer that
-returns None does not count.
+A scorer that returns None does not count.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class EpisodeReward:
     """`scorer` for a single value, `scorer/key` for a dict, `scorer/0` for a list."""
 
     correct: bool = False
-    """Whether the weighted mean is at least 1."""
+    """Whether `reward` is at least 1."""
 
 
 def check_weights(weights: Mapping[str, float], scorers: Collection[str]) -> None:
@@ -85,7 +84,7 @@ def score_episode(outcome: EpisodeOutcome, weights: Mapping[str, float] | None =
     """Convert scores to floats as Inspect's `value_to_float` does, and average the scorers.
 
     `weights` are by scorer name, or equal if None; a missing score leaves its weight to the others. Raises
-    TaskFailedError (with file and line) if the solver or a scorer raised, no score counts or one is not
+    TaskFailedError (with file and line) if the solver or a scorer raised, no score counts, or a number is not
     finite, and EnvironmentConfigError for a score without a weight.
     """
     if outcome.error is not None:

@@ -51,7 +51,7 @@ _NAMES_SHOWN = 20
 
 @dataclass(frozen=True)
 class InspectTaskInfo:
-    """It pickles as instructions to load the task again, unless given as a Task."""
+    """A loaded task. Unless it was given as a Task, it is pickled as instructions to load the task again."""
 
     task: Task
     """Not to be modified; see `fresh_task`."""
@@ -72,7 +72,7 @@ class InspectTaskInfo:
 
     @property
     def task_id(self) -> str:
-        """Its name on any machine: `file.py@name`, or the registered name."""
+        """The task's name on any machine: `file.py@name`, or the registered name."""
         if not isinstance(self.source, str):
             return self.name
         path = Path(self.source.partition("@")[0])

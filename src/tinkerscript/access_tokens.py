@@ -102,7 +102,7 @@ def _mac(secret: bytes, purpose: bytes, episode_uuid: str, attempt: int) -> byte
 
 @lru_cache(maxsize=8)
 def _keyed(secret: bytes) -> hmac.HMAC:
-    """Takes half of an HMAC's time."""
+    """Cached, because this takes half of an HMAC's time."""
     return hmac.new(secret, digestmod=hashlib.sha256)
 
 
@@ -243,8 +243,9 @@ class ClaimKeys:
         return claim_alias(self._secret, episode_uuid, attempt) if self._roles.are_open else None
 
     def gateway(self, episode_uuid: str, attempt: int, *, of: int) -> int:
-        """Return which gateway process, 1 to `of`, owns a claim. The secret decides: a restart keeps the
-        answer, and episode names cannot steer it.
+        """Return which gateway process, 1 to `of`, owns a claim.
+
+        The secret decides, so a restart keeps the answer, and episode names cannot steer it.
         """
         digest = _mac(self._secret, b"tinkerscript gateway", episode_uuid, attempt)
         return int.from_bytes(digest[:8]) % of + 1
@@ -266,7 +267,7 @@ class ClaimKeys:
     def authorize(self, scope: Scope) -> None:
         """Store the request's claim (None if clients need no token) in its scope.
 
-        Raises UnauthorizedError: 401 for a key without a claim, 403 for a role's token.
+        Raises UnauthorizedError 401 for a key without a claim, and 403 for a role's token.
         """
         authorization = authorization_of(scope)
         claim = self.opened_by(authorization.removeprefix("Bearer "))
@@ -279,7 +280,7 @@ class ClaimKeys:
         scope[CLAIM] = claim
 
     def claim_of(self, scope: Scope, episode_uuid: str) -> ClaimId:
-        """Return the claim. `episode_uuid` may be an alias or empty.
+        """Return the request's claim. `episode_uuid` may be an alias or empty.
 
         Raises UnauthorizedError 401 without a key or alias, and NotTheOwnerError if they disagree.
         """

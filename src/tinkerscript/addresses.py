@@ -1,7 +1,4 @@
-"""The server's HTTP socket, its link, and `server.json` with both addresses.
-
-A restarted server takes its former addresses if they are free.
-"""
+"""The server's HTTP socket, its link, and `server.json` with both addresses."""
 
 from __future__ import annotations
 
@@ -50,8 +47,8 @@ def read_server_info(run_dir: Path) -> ServerInfo | None:
 def bind_http(config: InterchangeConfig, previous: ServerInfo | None) -> socket.socket:
     """Listen for HTTP requests.
 
-    Ports 0 and `auto` prefer the former port, and `auto` then `DEFAULT_PORT`. If that is in use they take a
-    free port, except `auto` with a `public_base_url`, which clients know. Raises ConfigError.
+    Ports 0 and `auto` prefer the former port, and `auto` then `DEFAULT_PORT`. If it is in use, they take a
+    free port, except for `auto` with a `public_base_url`, which clients know.
     """
     host, port = config.interchange_server_host, config.interchange_server_port
     former = _port_of(previous.url) if previous is not None else 0
@@ -70,7 +67,7 @@ def bind_gateways(
     """Yield `number` listening sockets.
 
     They take their former ports, or at first the ones after `port`. Without a `public_base_url`, free ports
-    replace ports in use. Raises ConfigError.
+    replace ports in use.
     """
     host = config.interchange_server_host
     former = previous.gateway_ports if previous is not None else ()
@@ -90,7 +87,7 @@ def bind_gateways(
 
 
 def listen_near(host: str, port: int) -> socket.socket:
-    """Listen at `port`, or if it is in use, at a free port. Raises OSError."""
+    """Listen at `port`, or at a free port if it is in use."""
     try:
         return listen(host, port)
     except OSError as error:
@@ -154,7 +151,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 def bind_link(
     link: ServerLink, config: InterchangeConfig, run_dir: Path, previous: ServerInfo | None
 ) -> tuple[str, str]:
-    """Return the link's local address, and its key folder or "". Raises ConfigError."""
+    """Return the link's local address, and its key folder or ""."""
     if config.interchange_method == "ipc":
         return link.bind(f"ipc://{socket_path(run_dir, 'link.ipc')}"), ""
     host = _ip_address(config.link_host)

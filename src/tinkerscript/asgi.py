@@ -1,7 +1,7 @@
 """Parts of every HTTP endpoint.
 
-A request gets one reply, and no status after a stream's first event. A refusal has a reason, and a status for
-the caller's retry logic; one that asks for a retry says when.
+A request gets one reply, and no status after a stream's first event. A refusal has a reason and a status for
+the caller's retry logic. If it asks for a retry, it says when.
 """
 
 from __future__ import annotations
@@ -96,15 +96,16 @@ class Caller:
             raise GatewayError(error.status_code, "request_too_large", error.detail) from error
 
     def disconnected(self) -> asyncio.Future[None]:
-        """Return a future that completes when the caller disconnects. Remove your callbacks: it may outlive
-        the request.
+        """Return a future that completes when the caller disconnects.
+
+        It may outlive the request, so remove your callbacks.
         """
         if self._disconnected is None:
             self._disconnected = self._watching = asyncio.create_task(_until_disconnect(self._receive))
         return self._disconnected
 
     async def is_disconnected(self) -> bool:
-        """After the reply this is always true."""
+        """Also true after the reply."""
         if self._disconnected is None:
             await asyncio.wait((self.disconnected(),), timeout=0)
         return self.disconnected().done()
@@ -115,7 +116,7 @@ class Caller:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     async def until_disconnect(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """A disconnect cancels `work` and returns None."""
+        """Await `work`. If the caller disconnects, cancel it and return None."""
         disconnected, working = self.disconnected(), True
         # In Python 3.11 this would take a system call without the loop.
         this = asyncio.current_task(disconnected.get_loop())
@@ -197,7 +198,7 @@ async def ask(
 ) -> WholeReply:
     """Ask an app in this process. Cancelling the call disconnects.
 
-    A defect is logged, and the reply has status 500.
+    An exception in the app is logged, and the reply has status 500.
     """
     asked = urlsplit(url)
     named = {"host": asked.netloc, **{name.lower(): value for name, value in headers.items()}}
@@ -264,7 +265,7 @@ async def _serve(answer: Responder, scope: Scope, receive: Receive, send: Send) 
 FastHandler = Callable[..., Awaitable[BaseModel | Response]]
 """`async (body: Model, request: Request) -> Model | Response`. A body that is not JSON is not passed."""
 
-Authorize = Callable[[Scope], None]  # Raises UnauthorizedError before the body is read.
+Authorize = Callable[[Scope], None]  # Raises UnauthorizedError, before the body is read.
 
 
 class FastRoute(NamedTuple):
@@ -274,7 +275,6 @@ class FastRoute(NamedTuple):
 
 
 def fast_router(routes: Mapping[str, FastRoute], *, tags: list[str]) -> APIRouter:
-    """Document `routes`, which `DirectRoutes` answers."""
     router = APIRouter(tags=list(tags))
     for path, route in routes.items():
         router.post(path, openapi_extra=route.openapi_extra)(route.handler)
@@ -469,8 +469,8 @@ JSON = b"application/json"
 def problem_with_site(scope: Scope, *, any_host: bool) -> str:
     """Return why another site's page may have caused the request, or "".
 
-    Browsers send the origin, and as Host the page's name for this server. Only that name reveals DNS
-    rebinding, so `any_host` requires a secret for every request.
+    Browsers send the page's origin, and as Host the name by which it reached this server. Only that name
+    reveals DNS rebinding, so with `any_host` every request needs a secret.
     """
     headers = dict(scope["headers"])
     host = headers.get(b"host", b"")

@@ -24,15 +24,17 @@
     │   ├── EngineRequestError       a request that the engine cannot serve
     │   └── WireError                a refusal of the Tinker API server (has HTTP status)
     ├── AlignmentError           training data differs from what was sampled
-    ├── NoSuccessError           every episode of a batch failed
-    ├── NotRecordedError         the ledger has no such step, episode or token
+    ├── NoSuccessError           every episode of an evaluation or step failed
+    ├── NotRecordedError         the ledger has no such step, episode or token, or the query is malformed
     ├── ConversionError          another trainer's format cannot hold a rollout
     ├── IsolationError           a sandbox cannot be made, or has ended
     ├── UploadError              the run's folder could not be copied to its URL
     └── WorkerError              a worker cannot run its script or task
         └── WrongTaskError           an episode of a task the worker does not run
 
-A `Failure` (see `protocol`) is an episode's recorded failure.
+Everything that reads a user's config, options, model or keys may raise ConfigError, everything that uses the
+ledger StoreError, and everything in the engine EngineError. A `Failure` (see `protocol`) is an episode's
+recorded failure.
 """
 
 from __future__ import annotations
@@ -106,18 +108,17 @@ class RunFailedError(RunFinishedError):
 
 
 class ClaimLostError(ClientError):
-    """The episode's lease is gone, so the claim's result does not count."""
+    pass
 
 
 class ClientClosedError(ClientError):
-    """Another thread or task closed the client while it waited."""
+    pass
 
 
 class RequestRefusedError(ClientError):
-    """The server refused a request.
+    """The server refused a request with the HTTP `status`.
 
-    `status` is the HTTP status, `reason` the server's message, `code` such as `context_length_exceeded` or
-    empty.
+    `reason` is the server's message, `code` such as `context_length_exceeded` or empty.
     """
 
     def __init__(self, status: int, reason: str, code: str = "") -> None:
@@ -183,7 +184,7 @@ class GatewayError(TinkerScriptError):
 
 
 class LinkError(TinkerScriptError):
-    """The ZeroMQ link failed or was misused."""
+    pass
 
 
 class EngineError(TinkerScriptError):
@@ -211,11 +212,11 @@ class AlignmentError(TinkerScriptError):
 
 
 class NoSuccessError(TinkerScriptError):
-    """Every episode of an evaluation or step failed."""
+    pass
 
 
 class NotRecordedError(TinkerScriptError):
-    """The ledger has no such step, episode or token, or the query is malformed."""
+    pass
 
 
 class ConversionError(TinkerScriptError):

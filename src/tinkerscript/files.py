@@ -16,7 +16,7 @@ from tinkerscript.errors import ConfigError
 
 
 def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
-    """Replace a file's content, which readers see whole. With `durable`, it is then on disk."""
+    """Replace a file's content, which readers see whole. `durable` waits until it is on disk."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
@@ -93,7 +93,7 @@ MAX_NODES = 100_000  # Aliases count at each use, against YAML bombs.
 
 
 def load_yaml(text: str, *, source: str) -> Any:
-    """Return plain data, in bounded time and size, or raise ConfigError."""
+    """Return plain data, in bounded time and size."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:

@@ -1,6 +1,6 @@
 """uvicorn with limits on connections.
 
-Slow or idle connections cannot keep others out; unfinished requests and unread answers are bounded in bytes
+Slow or idle connections cannot keep others out. Unfinished requests and unread answers are bounded in bytes
 and time.
 """
 
@@ -228,7 +228,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await_reader()
 
     def _await_reader(self) -> None:
-        """Require that the client reads before we continue."""
+        """Continue only once the client reads."""
         if self._lost.done():
             return
         self._waiting.setdefault(self)

@@ -1,4 +1,4 @@
-"""Start and end processes: imports, locks, the parent's death, signals, hard exits."""
+"""Start and end processes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ COLLECTOR_THRESHOLDS = (100, 0, 1_000_000_000)
 
 
 def exit_disk_full() -> NoReturn:
-    """Exit with `DISK_FULL`.
-
-    Flushing standard output and error to a full disk would make the code 120.
-    """
+    """Exit with `DISK_FULL`. Flushing to a full disk would make the code 120."""
     sys.stdout = sys.stderr = None
     raise SystemExit(DISK_FULL)
 
@@ -194,7 +191,7 @@ def last_lines(log: Path, number: int = 8) -> str:
 
 @contextmanager
 def without_garbage_collection() -> Generator[None]:
-    """Import a sixth faster."""
+    """Import a sixth faster in this block."""
     gc.disable()
     try:
         yield

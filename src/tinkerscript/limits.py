@@ -15,7 +15,6 @@ from tinkerscript.errors import GatewayError
 __all__ = ["BOUNDS", "Bound", "Totals", "depth_is_beyond"]
 
 # Only 200 (a claim that finds nothing) and 429 let a client retry.
-# Only 200 and 429 let a client retry. A claim that finds nothing gets 200 and the reason.
 Status = Literal[200, 400, 403, 413, 422, 429, 431]
 
 

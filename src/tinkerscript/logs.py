@@ -1,7 +1,7 @@
 """Logs as lines for people or JSON, with run, episode and claim.
 
-No text can forge a record: control characters are escaped, continuation lines indented. Tokens and keys are
-never shown.
+No text can forge a record, because control characters are escaped and continuation lines indented. Tokens and
+keys are never shown.
 """
 
 from __future__ import annotations
@@ -110,8 +110,6 @@ MORE_LEFT_OUT = " (further lines like this one are left out for a minute)"
 
 
 class FloodFilter(logging.Filter):
-    """Limits warnings per kind and minute."""
-
     def __init__(self, lines: int = LOG_LINES, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._lines = lines

@@ -63,8 +63,6 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
     A path names a folder or a GGUF file, a URL a run's checkpoint. An id is `Qwen/Qwen3-8B` or
     `Qwen/Qwen3-8B@REVISION`; a local folder of that name comes first. Only the needed files are fetched.
     HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN apply. `note` announces a download once per process.
-
-    Raises ConfigError if the model lacks a config or tokenizer or cannot be fetched.
     """
     if is_url(model):
         model = str(fetched_checkpoint(model, note=note))
@@ -84,7 +82,6 @@ def model_folder(model: str, *, weights: bool = False, note: Callable[[str], Non
 
 
 def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
-    """Raises ConfigError."""
     if folder.is_dir():
         return folder
     if folder.suffix == ".gguf" and folder.is_file():
@@ -104,10 +101,7 @@ def _local(folder: Path, model: str, note: Callable[[str], None]) -> Path:
 
 
 def pinned_model(model: str, *, note: Callable[[str], None] = logger.info) -> str:
-    """Pin a hub id to its commit, and a file to its folder, so that all processes use the same files.
-
-    Raises ConfigError.
-    """
+    """Pin a hub id to its commit, and a file to its folder, so that all processes use the same files."""
     folder = model_folder(model, note=note)
     hub_id = hub_id_of(folder)
     if Path(model).expanduser().is_file():
@@ -122,23 +116,20 @@ def same_model(one: str, other: str) -> bool:
 
 
 def hub_id_of(folder: Path) -> str | None:
-    """The id of `models--OWNER--NAME/snapshots/COMMIT` in the hub's cache."""
+    """Return the id of `models--OWNER--NAME/snapshots/COMMIT` in the hub's cache."""
     owner, separator, name = folder.parent.parent.name.removeprefix("models--").partition("--")
     in_cache = folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
     return f"{owner}/{name}" if in_cache and separator else None
 
 
 def base_of_folder(folder: Path) -> tuple[str, str | None]:
-    """An adapter's base: a hub id and the commit, or a path."""
+    """Return an adapter's base: a hub id and the commit, or a path."""
     hub_id = hub_id_of(folder)
     return (str(folder.absolute()), None) if hub_id is None else (hub_id, folder.name)
 
 
 def base_of_adapter(folder: Path, *, note: Callable[[str], None] = logger.info) -> Path | None:
-    """Return an adapter's base folder, with weights, or None if `folder` is no adapter.
-
-    Raises ConfigError if the base is missing.
-    """
+    """Return an adapter's base folder, with weights, or None if `folder` is no adapter."""
     config = read_json(folder / ADAPTER_CONFIG)
     if not config:
         return None
@@ -235,7 +226,7 @@ def _cause(error: BaseException) -> str:
 
 
 def context_of(folder: Path) -> int:
-    """Maximum tokens of prompt and reply. Raises ConfigError if not declared."""
+    """Return the maximum tokens of prompt and reply."""
     config = text_config(folder)
     limit = next((config[name] for name in _CONTEXT_KEYS if name in config), None)
     if not isinstance(limit, int) or limit < 1:
@@ -244,7 +235,7 @@ def context_of(folder: Path) -> int:
 
 
 def vocabulary_of(folder: Path) -> int:
-    """May exceed the tokenizer's number of ids. Raises ConfigError."""
+    """May exceed the tokenizer's number of ids."""
     size = text_config(folder).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"{folder / 'config.json'} has no vocab_size, the number of token ids")
@@ -273,7 +264,7 @@ def eos_token_of(folder: Path) -> str | int | None:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """An adapter has its base's config. Raises ConfigError."""
+    """An adapter has its base's config."""
     return read_json((base_of_adapter(folder) or folder) / "config.json")
 
 
@@ -282,7 +273,7 @@ def reads_images(folder: Path) -> bool:
 
 
 def text_config(folder: Path) -> dict[str, Any]:
-    """The config, or its part about text. Raises ConfigError."""
+    """The config, or its part about text."""
     path = (base_of_adapter(folder) or folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"cannot read {path}: there is no such file")
@@ -292,7 +283,7 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Empty if the file is missing. Raises ConfigError for other content."""
+    """Return {} if the file is missing. Raises ConfigError for other content."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -195,16 +195,15 @@ class WorkflowOutput(Message):
     """Result of an episode, as a program returns it."""
 
     reward: float | list[float] | None = None
-    """At most 1e6 in magnitude. A list is summed. `/end_episode` refuses null: an attempt without a reward is
-    a failure (`/abort_episode`).
+    """At most 1e6 in magnitude. A list is summed. `/end_episode` refuses null: without a reward, abort the
+    episode.
     """
 
     is_success: bool | None = None
     """Whether the attempt solved its sample, if that applies."""
 
     call_rewards: Annotated[dict[str, float], BeforeValidator(_by_call)] = Field(default_factory=dict)
-    """Rewards of single policy calls, by the reply's `id`. The episode's reward is their sum plus `reward`,
-    then optional.
+    """Rewards of single policy calls, by the reply's `id`. They add to `reward`, which is then optional.
     """
 
     role_rewards: dict[str, float] = Field(default_factory=dict)
@@ -217,7 +216,7 @@ class WorkflowOutput(Message):
 
     log_metrics: Annotated[dict[str, float], BeforeValidator(_flat_metrics)] = Field(default_factory=dict)
     """Numbers for the trainer to average and log, at most 1e15 in magnitude. A list becomes its mean, and an
-    object in an object `outer/inner`.
+    object in an object becomes `outer/inner`.
     """
 
 
@@ -246,8 +245,8 @@ class RegisterEpisodeRequest(Message):
     """Episodes in the group. 0: the trainer's `training.group_size`."""
 
     copies: int = Field(default=1, ge=1, le=limits.COPIES.limit)
-    """Episodes to register for the sample: this one, then `EPISODE#2` and so on. They form a group unless
-    `group_size` is set.
+    """Episodes to register: this one, then `EPISODE#2` and so on. They form a group unless `group_size` is
+    set.
     """
 
     payload: dict[str, JsonValue] = Field(default_factory=dict)
@@ -300,13 +299,13 @@ class RegisterEpisodesResponse(Message):
 
 
 class _OfAClaim(Message):
-    """The key in `Authorization: Bearer` identifies the claim."""
+    """The key in `Authorization: Bearer` names the claim."""
 
     client_uuid: str = ""
     """Who asks. Not checked: only the key counts."""
 
     episode_uuid: str = ""
-    """The episode, or the alias of its claim. Optional; if given, it must be the key's."""
+    """The episode, or the alias of its claim. If given, it must be the key's."""
 
 
 class IsEpisodeClaimedRequest(Message):
@@ -380,13 +379,13 @@ class BatchProgressResponse(Message):
     """The batch's episodes with a result or failure."""
 
     episodes_expected: int = 0
-    """The batch's episodes so far, including running ones except for clients' own samples."""
+    """The batch's ended and running episodes, without running ones of clients' own samples."""
 
     groups_ahead: dict[str, int] = Field(default_factory=dict[str, int])
     """Pool -> complete groups waiting for a later batch."""
 
     max_groups_ahead: int = 0
-    """A pool with this many gets no training claims until a batch takes some. 0: no limit known."""
+    """A pool with this many gets no training claims until a batch takes some. 0: unknown."""
 
 
 class ClaimEpisodeRequest(Message):
@@ -404,8 +403,8 @@ class ClaimEpisodeRequest(Message):
     """The `client_uuid` that registered the episodes. Empty: the trainer's pool."""
 
     claim_request_id: str = Field(default="", max_length=limits.ID_CHARS)
-    """Unique per request. A retry repeats it and gets the same claims and keys. Empty (first version):
-    retries are new requests.
+    """Unique per request. A retry repeats it and gets the same claims and keys. Empty: retries are new
+    requests.
     """
 
     allow_discard_timeout: float = Field(
@@ -422,11 +421,11 @@ class ClaimEpisodeRequest(Message):
     """Seconds that the server may wait for an episode."""
 
     max_episodes: int = Field(default=1, ge=1, le=limits.EPISODES.limit)
-    """Maximum number of episodes; all but the first are in the reply's `more`."""
+    """Maximum number of episodes."""
 
     sends_key: bool = False
     """Whether the client sends the claim's `openai_api_key` with its requests. Otherwise (first version,
-    server without tokens) `episode_uuid` is a new alias, which identifies the claim.
+    server without tokens) a new alias as `episode_uuid` identifies the claim.
     """
 
 
@@ -437,13 +436,13 @@ class EpisodeClaim(Message):
     """Owner of the claim."""
 
     episode_uuid: str = ""
-    """The episode; an alias of this claim for clients that send no key."""
+    """The episode, or for clients that send no key, an alias of this claim."""
 
     openai_base_url: str = ""
     """Base URL of the model for an OpenAI client."""
 
     openai_api_key: str = Field(default="", repr=False)
-    """Key for model calls and for ending, aborting or renewing the claim, while it holds the lease."""
+    """Key for model calls and requests about the claim, while it holds the lease."""
 
     attempt: int = 0
     """Number of this claim of the episode, from 1."""
@@ -502,8 +501,8 @@ class EndEpisodeRequest(_OfAClaim):
     """A retry must send the same output."""
 
     task_id: str = Field(default="", max_length=limits.ID_CHARS)
-    """The task, if the program chose it, as AgentJet's clients do. All results of a group must name the same
-    task (409 otherwise).
+    """The task, if the program chose it, as AgentJet's clients do. A group's results must agree on it, or get
+    a 409.
     """
 
 
@@ -522,8 +521,7 @@ class CanContinueEpisodeResponse(Message):
     """Reply to `/can_continue_episode` and `/heartbeat_episode`."""
 
     can_continue: bool
-    """Whether the server would accept a result now. For `/can_continue_episode`, also whether it could still
-    train.
+    """Whether the server would accept a result now, and for `/can_continue_episode`, could still train on it.
     """
 
     reason: str = ""
@@ -543,7 +541,7 @@ class AwaitRunEndRequest(Message):
     """`POST /await_run_end`."""
 
     client_uuid: EpisodeId
-    """Who asks. A stopping server waits briefly until recent callers have the answer."""
+    """Who asks. A stopping server waits briefly for recent callers to get the answer."""
 
     wait_s: float = Field(default=0.0, ge=0, le=limits.WAIT_S.limit)
     """Seconds that the server may wait for the run's end."""
@@ -765,14 +763,14 @@ class FleetClient(Message):
     """Attempts that ended per minute."""
 
     idle_s: float | None = None
-    """Seconds since it last claimed or finished an episode; null: not since the start."""
+    """Seconds since it last claimed or finished an episode; null: not yet."""
 
     quarantined: str = ""
     """Why it gets no episodes: its attempts only fail, while other clients' succeed."""
 
 
 class DeadLetter(_ShownEpisode):
-    """An episode that used up its attempts or was cancelled."""
+    """An episode that used up its attempts, or was cancelled."""
 
     failures: list[Failure]
     """Why its last attempts (at most 10) failed, with messages cut at 2,000 characters."""
@@ -804,7 +802,7 @@ class FleetTotals(Message):
 
 
 class FleetResponse(_EngineState):
-    """`GET /fleet`: who works on what, and what went wrong, without secrets."""
+    """`GET /fleet`: who works on what, and what went wrong."""
 
     waiting_clients: int
     """Clients that wait for an episode and hold none."""
@@ -822,7 +820,7 @@ class FleetResponse(_EngineState):
     """At most 100, newest failure first."""
 
     totals: FleetTotals
-    """The lists' full lengths."""
+    """Full lengths of the lists."""
 
 
 class StopClientRequest(Message):
@@ -847,7 +845,7 @@ class UpdateEngineStatusRequest(Message):
 
 
 class SuccessResponse(Message):
-    """Reply to requests that store or do something."""
+    """Reply to other requests."""
 
     success: bool
     """Whether the request was carried out."""
@@ -925,9 +923,7 @@ def bounded(name: str, value: float, bound: float = MAX_REWARD, setting: str = "
 
 
 def checked_reward(output: WorkflowOutput, bound: float = MAX_REWARD) -> float:
-    """Return the episode's reward. Raises ValueError if it is missing, or a reward or metric is out of
-    bounds.
-    """
+    """Return the episode's reward. Raises ValueError without one, or for a reward or metric out of bounds."""
     reward = total_reward(output)
     if reward is None:
         raise ValueError(

@@ -65,7 +65,6 @@ class RemoteFolder:
     """Methods block and raise OSError or other file system errors."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError if fsspec is missing or lacks the protocol."""
         self.url = url.rstrip("/")
         try:
             import fsspec  # noqa: PLC0415 - An extra.
@@ -78,7 +77,6 @@ class RemoteFolder:
         self._files, self._root = found
 
     def read(self, name: str) -> bytes:
-        """Raises FileNotFoundError."""
         return self._files.cat_file(self._at(name))
 
     def write(self, data: bytes, name: str) -> None:
@@ -91,7 +89,6 @@ class RemoteFolder:
         self._files.put_file(str(path), self._at(name))
 
     def get(self, name: str, path: Path) -> None:
-        """Raises FileNotFoundError."""
         self._files.get_file(self._at(name), str(path))
 
     def _at(self, name: str) -> str:
@@ -188,7 +185,7 @@ class Uploads:
         *,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`note` receives copy errors. Raises ConfigError."""
+        """`note` receives copy errors."""
         self.remote = RemoteFolder(url)
         self._folder, self._note, self._pause = folder, note, pause
         self._wanted, self._is_last = threading.Event(), False
@@ -329,10 +326,7 @@ def _error_text(error: Exception) -> str:
 
 
 def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: None) -> Path:
-    """Return a cached copy, fetched again if changed.
-
-    Raises ConfigError for a missing, incomplete or unreadable checkpoint.
-    """
+    """Return a cached copy, fetched again if changed. Raises ConfigError for an incomplete checkpoint."""
     remote = RemoteFolder(url)
     try:
         content = json.dumps(remote.manifest("")).encode()
@@ -350,7 +344,6 @@ def fetched_checkpoint(url: str, *, note: Callable[[str], None] = lambda text: N
 
 
 def local_checkpoint(name: str, *, note: Callable[[str], None] = lambda text: None) -> str:
-    """Fetch a checkpoint at a URL; return other names. Raises ConfigError."""
     return str(fetched_checkpoint(name, note=note)) if is_url(name) else name
 
 

@@ -78,7 +78,7 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: bytes = b""  # float32 [R, request.top_logprobs]
 
     def span(self, start: int, end: int | None = None) -> dict[str, bytes]:
-        """The fields of tokens [start, end)."""
+        """Return the fields of tokens [start, end)."""
         top = len(self.top_ids) // (len(self.sampled) or 1)
         one = slice(4 * start, None if end is None else 4 * end)
         each = slice(4 * top * start, None if end is None else 4 * top * end)
@@ -177,7 +177,7 @@ def refuse_unsupported(
     mixed_stops: bool = False,
     images: bool = False,
 ) -> None:
-    """Raise GatewayError 400 if `engine` lacks a feature that `request` needs.
+    """Raise GatewayError 400 if `request` needs something that `engine` lacks.
 
     `mixed_stops`: both stop strings and extra stop ids.
     """

@@ -1,6 +1,6 @@
 """`LightTokenizer`: a folder's `tokenizer.json` with the methods that renderers call.
 
-It needs only `tokenizers`, not torch, and adds no BOS token.
+It needs only `tokenizers`, and adds no BOS token.
 
 Renderers pass message text and their own markup to one `encode`, which would turn `<|im_end|>` in a message
 into the token that ends a turn. So `SpecialTokenEscaper` marks special tokens in messages with U+FDD0, and
@@ -115,7 +115,6 @@ class LightTokenizer:
     unk_token_id: int | None = None
 
     def __init__(self, folder: Path) -> None:
-        """Raises ConfigError if `folder/tokenizer.json` is missing or malformed."""
         self.name_or_path: str = str(folder)  # `renderers` reads it.
         self._tokenizer = _load(folder / "tokenizer.json")
         added = self._tokenizer.get_added_tokens_decoder()
@@ -189,10 +188,7 @@ class LightTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool = False,
     ) -> str:
-        """Decode ids. Invalid UTF-8 becomes U+FFFD.
-
-        Raises ValueError for `clean_up_tokenization_spaces`.
-        """
+        """Decode ids. Invalid UTF-8 becomes U+FFFD."""
         if clean_up_tokenization_spaces:
             raise ValueError("clean_up_tokenization_spaces=True would alter the text")
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)

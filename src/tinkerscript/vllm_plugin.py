@@ -47,7 +47,7 @@ def is_version(name: str) -> bool:
 
 
 def write_manifest(folder: Path) -> str:
-    """Write the manifest; return its digest."""
+    """Returns the manifest's digest."""
     digests: dict[str, str] = {}
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob(ADAPTER_FILE))):
         with path.open("rb") as file:
@@ -71,10 +71,7 @@ class WeightSource:
         self._own.cleanup()
 
     def fetch(self, name: str) -> Path | None:
-        """Return a checked copy of an adapter, or None if it is foreign or missing.
-
-        Raises WrongWeightsError, OSError and httpx.HTTPError.
-        """
+        """Return a checked copy of an adapter, or None if foreign or missing. Raises like `files_of`."""
         if not is_version(name):
             return None
         folder = Path(self._own.name) / name
@@ -87,10 +84,7 @@ class WeightSource:
         return folder
 
     def files_of(self, name: str) -> Iterator[tuple[str, bytes]]:
-        """Yield a version's checked files.
-
-        Raises FileNotFoundError, WrongWeightsError, OSError and httpx.HTTPError.
-        """
+        """Yield a version's checked files. Raises WrongWeightsError, OSError and httpx.HTTPError."""
         for file, digest in self._manifest(name).items():
             content = self._read(name, file)
             if hashlib.sha256(content).hexdigest() != digest:

@@ -46,7 +46,7 @@ def _root(
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Keeps `tinkerscript COMMAND` a group even with one command."""
+    """Keep `tinkerscript COMMAND` a group even with one command."""
 
 
 app.command()(init)

@@ -1,7 +1,7 @@
 """Options and error handling that all commands share.
 
-Modules of this package import nothing heavier than typer, and commands import what they run, for a fast
-`--help` and a small base install.
+For a fast `--help` and a small base install, modules of this package import nothing heavier than typer, and
+each command imports what it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 CANNOT_RUN = 2
-"""A supervisor does not restart us: the user must change something."""
+"""With this exit code no supervisor restarts us, because the user must change something."""
 
 
 def checked_server(value: str) -> str:

@@ -322,10 +322,7 @@ class AsyncTinkerScriptClient:
 
     @asynccontextmanager
     async def held(self, episode: Episode, *, heartbeat: bool) -> AsyncGenerator[None]:
-        """Renew the claim while this block runs, and give the episode back unless the block ends it.
-
-        The block of a claimed episode does this itself.
-        """
+        """Renew the claim while this block runs, and give the episode back unless the block ends it."""
         try:
             if heartbeat:
                 async with renewed_by_task(episode, self.heartbeat_episode):

@@ -1,7 +1,7 @@
 """`Episode` is one claim of an episode, with its `Lease` and the heartbeats that renew it.
 
-Invariants: a lease changes once, from held to lost or settled. A heartbeat's "lost" is ignored while a result
-is being handed in.
+A lease changes once, from held to lost or settled. A heartbeat's "lost" is ignored while a result is being
+handed in.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Episode:
     """For OpenAI's clients; ends in `/v1`."""
 
     openai_api_key: str = field(repr=False)
-    """Valid as long as the claim holds its lease."""
+    """Valid while the claim holds its lease."""
 
     client_uuid: str = ""
     policy_version: int | None = None
@@ -146,8 +146,8 @@ class Episode:
     def lost(self) -> bool:
         """Whether the server said that a result of this claim no longer counts.
 
-        Poll it or call `check` in a long computation. An `async with` block is cancelled when a heartbeat
-        learns of the loss, and raises ClaimLostError.
+        Poll it or call `check` in a long computation. When a heartbeat learns of the loss, an `async with`
+        block is cancelled and raises ClaimLostError.
         """
         return bool(self.lease.lost_because)
 
@@ -156,12 +156,12 @@ class Episode:
         return EpisodeModelAddress(self.openai_base_url, self.openai_api_key, role)
 
     def reward(self, call: str, reward: float) -> Any:
-        """Reward one model call of the policy, by the `id` of its reply or `last`, in addition to the
-        episode.
+        """Reward one model call of the policy, by the `id` of its reply or `last`.
 
-        Rewards of a call add up. In an async program, await this before the next call. Raises ValueError for
-        a reward above 1e6 in magnitude, and for `last`, RequestRefusedError (404) before the first call and
-        ServerUnreachableError. The server refuses the result for an unknown call.
+        Rewards of a call add up, and count in addition to the episode's. In an async program, await this
+        before the next call. Raises ValueError for a reward above 1e6 in magnitude, and for `last`,
+        RequestRefusedError (404) before the first call and ServerUnreachableError. The server refuses the
+        result for an unknown call.
         """
         if call == LAST:
             raise ValueError(
@@ -208,7 +208,7 @@ def heartbeat_interval_s(episode: Episode) -> float:
 class HeldClaim:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
-        # Called on the event loop when a heartbeat learns that the claim is lost.
+        # Called on the event loop.
         self.on_lost: Callable[[], None] | None = None
         self.is_open = True
         self.timer: asyncio.TimerHandle | None = None
@@ -243,14 +243,13 @@ class Heartbeats:
     """Renews held claims from a single task, `run`, which owns every request."""
 
     def __init__(self, heartbeat: Callable[[Episode], Awaitable[object]]) -> None:
-        """`heartbeat` renews one claim, and marks its lease as lost if the claim is gone."""
+        """`heartbeat` renews one claim, or marks its lease as lost."""
         self._heartbeat = heartbeat
         self._due: asyncio.Queue[HeldClaim] = asyncio.Queue()
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     @contextmanager
     def holding(self, episode: Episode) -> Generator[HeldClaim]:
-        """Renew `episode` in this block, on the event loop of `run`."""
         held = HeldClaim(episode)
         self._schedule(held)
         try:

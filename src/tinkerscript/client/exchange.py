@@ -1,4 +1,4 @@
-"""Requests to the interchange server without the I/O: retries, refusals, lost claims.
+"""Requests to the interchange server without the I/O.
 
 An `Operation` is a generator. It yields an `HttpRequest` to send or a `Wait` to sleep, receives the `Reply`,
 and returns the result.
@@ -142,7 +142,7 @@ def respond(
 
 
 def read(response: Response, parse: Callable[[bytes], T], *, may_lose_claim: bool = False) -> T:
-    """Raises RequestRefusedError, or ClaimLostError if `may_lose_claim`, unless the response is a success."""
+    """Parse a success. Raises RequestRefusedError, or if `may_lose_claim`, ClaimLostError."""
     if response.status >= 300:
         if may_lose_claim and response.status in LOST_CLAIM:
             raise ClaimLostError(response.reason)

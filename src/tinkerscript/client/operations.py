@@ -1,7 +1,7 @@
 """The client's requests to the interchange server, one `Operation` per method, without I/O.
 
-Invariant: operations may be repeated. A claim keeps its `claim_request_id` until it has a definite answer, so
-a retry returns the claim of the lost reply. Uuids of registered episodes are derived from their arguments.
+Operations may be repeated. A claim keeps its `claim_request_id` until it has a definite answer, so a retry
+returns the claim of the lost reply.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Operations:
         *,
         pool: str = TRAINER_POOL,
     ) -> Operation[list[EpisodeClaim]]:
-        """Raises NoEpisodeError after `wait_s` seconds, and RunFinishedError if there will be no episode."""
+        """Raises NoEpisodeError after `wait_s`, and RunFinishedError if there will be no episode."""
         if wait_s is not None and not wait_s >= 0:
             raise ValueError(f"wait_s must be a number of seconds or None, got {wait_s!r}")
         started, empty, left_s = self.timing.clock(), 0, wait_s
@@ -152,7 +152,7 @@ class Operations:
         episode_type: EpisodeType,
         round: str,
     ) -> Operation[dict[str, list[str]]]:
-        """Waits while a quota is used up. Raises like `register_episode`, naming the refused episodes."""
+        """Waits while a quota is used up. An error names the refused episodes."""
         groups = {
             task_id: self._group(
                 task_id, payload, group_size=group_size, episode_type=episode_type, round=round
@@ -257,7 +257,7 @@ class Operations:
         return _mark_lost(episode, reply)
 
     def heartbeat_episode(self, episode: Episode) -> Operation[CanContinueEpisodeResponse]:
-        """Renew one claim. A lost claim is a normal answer here, not an error."""
+        """A lost claim is a normal answer here, not an error."""
         # During an outage, requests are sent at least as often as the lease requires.
         response = yield from respond(
             _claim_request("/heartbeat_episode", episode),

@@ -1,7 +1,6 @@
 """`Runner` runs a rollout function over the server's episodes, several at a time, until stopped.
 
-Invariant: every claim is renewed while it is worked on, and then ended, aborted with a reason, or known to be
-lost.
+Every claim is renewed while it is worked on, and then ended, aborted with a reason, or known to be lost.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class RunStatistics:
 
 
 class Runner:
-    """One run of a rollout function. Call `run` only once."""
+    """One run of a rollout function over episodes. Call `run` only once."""
 
     def __init__(
         self,
@@ -395,7 +394,7 @@ async def stopped_by_signals(
 ) -> RunStatistics:
     """Run `runner`; on the main thread, SIGTERM and SIGINT stop it gracefully.
 
-    The first signal calls `first`, and the next calls `second`, even while a rollout blocks the event loop.
+    The first signal calls `first`, and later ones call `second` even while a rollout blocks the event loop.
     By default, the second has its usual effect.
     """
     loop = asyncio.get_running_loop()

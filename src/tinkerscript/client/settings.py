@@ -1,6 +1,4 @@
-"""`ClientSettings`: the server, the client's identity and timeouts, and its connections. Tokens are never
-logged.
-"""
+"""`ClientSettings`: a client's server, identity, timeouts and connections. Tokens are never logged."""
 
 from __future__ import annotations
 
@@ -78,9 +76,9 @@ def checked_url(url: str) -> str:
 
 
 def url_of_run(folder: Path) -> str:
-    """Read the server's URL from `server.json`. Raises ValueError if no server runs.
+    """Read the server's URL from `server.json`.
 
-    Another user's file is refused, because its server should not get the token.
+    Raises ValueError if no server runs, and for another user's file, whose server should not get the token.
     """
     path = folder / "server.json"
     try:

@@ -1,7 +1,6 @@
 """`TinkerScriptClient` is the client for ordinary, blocking programs.
 
-It runs an `AsyncTinkerScriptClient` on an event loop in its own thread. Closing a client ends other threads'
-waits.
+It runs an `AsyncTinkerScriptClient` on an event loop in its own thread.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class TinkerScriptClient:
 
     @classmethod
     def from_env(cls) -> TinkerScriptClient:
-        """Create a client from the environment, like `AsyncTinkerScriptClient.from_env`."""
+        """Create a client like `AsyncTinkerScriptClient.from_env`."""
         client = cls("http://unused", token="")
         client.asynchronous = AsyncTinkerScriptClient.from_env()
         return client
@@ -165,10 +164,7 @@ class TinkerScriptClient:
 
     @contextmanager
     def held(self, episode: Episode, *, heartbeat: bool) -> Generator[None]:
-        """Renew the claim while this block runs, and give the episode back unless the block ends it.
-
-        The block of a claimed episode does this itself.
-        """
+        """Renew the claim while this block runs, and give the episode back unless the block ends it."""
         try:
             with self._renewing(episode) if heartbeat else nullcontext():
                 yield

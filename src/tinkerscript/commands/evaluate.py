@@ -1,7 +1,7 @@
 """`tinkerscript eval` evaluates a model on a task through our OpenAI-compatible endpoint.
 
 Inspect runs its own tasks and writes its usual log; `evaluate_task` runs other tasks as a worker does. A
-rollout that raises is a failed sample, never part of a score.
+rollout that raises never counts in a score.
 """
 
 from __future__ import annotations
@@ -45,10 +45,7 @@ SERVICE = "tinkerscript"
 
 
 async def evaluate_command(options: EvalOptions, console: Console) -> int:
-    """Returns 1 if anything failed, otherwise 0.
-
-    Raises ServerUnreachableError, and ConfigError for an unusable task, checkpoint or option.
-    """
+    """Returns 1 if anything failed, otherwise 0. May raise ServerUnreachableError."""
     if kind_of(options.task) != INSPECT:
         return await evaluate_task(options, console)
     log = await evaluate(options, console)
@@ -59,7 +56,6 @@ async def evaluate_command(options: EvalOptions, console: Console) -> int:
 
 
 async def evaluate(options: EvalOptions, console: Console) -> EvalLog:
-    """For an Inspect task. Raises like `evaluate_command`."""
     info, roles = _task(options), _roles(options.model_roles)
     os.environ.setdefault("INSPECT_DISPLAY", "rich" if console.is_terminal else "none")
     display_type()  # Inspect must read the variable now; eval_async would use plain lines.
@@ -189,7 +185,7 @@ class ModelEndpoint:
 
 @asynccontextmanager
 async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerator[ModelEndpoint]:
-    """The running server's, or a new one's for the checkpoint. Raises ConfigError."""
+    """Yield the running server's endpoint, or a new server's for the checkpoint."""
     if (options.checkpoint is None) == (not options.server):
         raise ConfigError("give either --checkpoint FOLDER or --server URL")
     if options.checkpoint is None:
@@ -200,10 +196,6 @@ async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerat
 
 
 async def model_name(url: str, options: EvalOptions) -> str:
-    """The endpoint's first model.
-
-    Raises ServerUnreachableError, or ConfigError if the endpoint refuses.
-    """
     headers = {"Authorization": f"Bearer {options.api_key}"}
     try:
         async with httpx.AsyncClient(timeout=MODELS_TIMEOUT_S) as http:
@@ -216,7 +208,6 @@ async def model_name(url: str, options: EvalOptions) -> str:
 
 
 async def evaluate_task(options: EvalOptions, console: Console) -> int:
-    """Returns and raises like `evaluate_command`."""
     if options.model_roles or options.sandbox:
         raise ConfigError(
             f"--model-roles and --sandbox need an Inspect task, and {options.task!r} is not one"

@@ -15,7 +15,7 @@ from tinkerscript.config import RunConfig
 def key_texts(
     beginning: str, model: type[BaseModel] = RunConfig, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """(title, meaning) of keys that start with `beginning`."""
+    """Yield the title and meaning of keys that start with `beginning`."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if section := section_of(field.annotation):
@@ -28,7 +28,6 @@ def key_texts(
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """Return the model of a section, or of a list's or mapping's entries."""
     if get_origin(annotation) in (list, dict):
         annotation = get_args(annotation)[-1]
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None

@@ -1,5 +1,3 @@
-"""`tinkerscript lr-find` prints how far one step moves the policy at each learning rate."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,7 +13,6 @@ LIMIT = 0.01
 
 
 async def lr_find_command(run: Path, overrides: list[str], console: Console) -> int:
-    """Raises ConfigError for a run without groups to train on, or an invalid override."""
     table = Table("learning rate", "KL of a step", "update / weights")
     within: list[str] = []
     async for step in steps_at_rates(load_config(run / "config.yaml", overrides), run, console.print):

@@ -163,7 +163,7 @@ def _memory(config: RunConfig, samples: Callable[[], TaskSamples]) -> list[str]:
 
 
 def _frozen(config: RunConfig) -> list[str]:
-    """Counts each base model once. Raises ConfigError for a missing model."""
+    """Counts each base model once."""
     from transformers import AutoConfig
 
     from tinkerscript.engine.memory import frozen_memory
@@ -186,7 +186,7 @@ def _frozen(config: RunConfig) -> list[str]:
 
 
 def _dtype(engine: EngineConfig) -> torch.dtype:
-    """Guess without access to the device."""
+    """Guess the dtype without access to the device."""
     import torch
 
     from tinkerscript.engine.context import compute_dtype
@@ -241,8 +241,7 @@ def _prompt_tokens(config: RunConfig, samples: Callable[[], TaskSamples]) -> int
 
 
 def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> None:
-    """Raise ConfigError if weights and optimizer, or checkpoints, cannot fit; call `note` if the largest
-    batches may not."""
+    """Refuse what cannot fit: weights, optimizer, checkpoints. Call `note` if the largest batches may not."""
     if config.engine.backend == "tinker":
         return
     try:
@@ -256,7 +255,7 @@ def check_fits(config: RunConfig, folder: Path, note: Callable[[str], None]) -> 
 
 
 def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
-    """Empty if the smallest batch fits."""
+    """Return a message, or "" if the smallest batch fits."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine
@@ -280,7 +279,7 @@ def _without_room(config: RunConfig, memory: Memory, folder: Path) -> str:
 
 
 def _too_much(config: RunConfig, memory: Memory) -> str:
-    """Empty if the largest batches fit."""
+    """Return a message, or "" if the largest batches fit."""
     from tinkerscript.engine.memory import available_memory
 
     engine = config.engine

@@ -1,8 +1,3 @@
-"""`tinkerscript serve` serves a model, or the episodes of a run with a separate trainer.
-
-Its child processes end with it.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -56,7 +51,7 @@ class Served:
 
 
 def served_config(folder: Path, host: str, port: Port) -> RunConfig:
-    """Let only the context length limit replies. Raises ConfigError for a model without one."""
+    """Let only the context length limit replies."""
     return RunConfig(
         engine=EngineConfig(model=str(folder.absolute())),
         interchange_server=InterchangeConfig(interchange_server_host=host, interchange_server_port=port),
@@ -68,11 +63,7 @@ def served_config(folder: Path, host: str, port: Port) -> RunConfig:
 async def served_checkpoint(
     checkpoint: str, host: str, port: Port, note: Callable[[str], None]
 ) -> AsyncGenerator[Served]:
-    """Run a model's server and engine as supervised children.
-
-    The block starts once they answer. Port 0 takes a free port. Raises ConfigError for a folder without a
-    model, or a port in use.
-    """
+    """Run a model's server and engine as supervised children. The block starts once they answer."""
     folder = model_folder(checkpoint, weights=True, note=note)
     config = served_config(folder, host, port)
     with tempfile.TemporaryDirectory(prefix="tinkerscript-serve-") as name:
@@ -107,7 +98,6 @@ async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> N
 
 
 async def serve_checkpoint(checkpoint: str, host: str, port: Port, console: Console) -> int:
-    """Serve until cancelled. Raises ConfigError."""
     async with served_checkpoint(checkpoint, host, port, console.print) as served:
         open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
         key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"
@@ -120,7 +110,6 @@ async def serve_checkpoint(checkpoint: str, host: str, port: Port, console: Cons
 async def serve_run(
     path: Path | None, resume: Path | None, console: Console, overrides: list[str] | None = None
 ) -> int:
-    """Serve a new run, or the existing run `resume`, until cancelled. Raises ConfigError."""
     if (path is None) == (resume is None):
         raise ConfigError("give exactly one of CONFIG, --resume RUN_DIR and --checkpoint DIR")
     resume = resume and resolve_link(resume)

@@ -1,5 +1,3 @@
-"""`tinkerscript engine` runs a model for a server over its link, or for Tinker clients over HTTP."""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,7 +18,6 @@ from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
 async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Path | None = None) -> int:
-    """Sample for the server behind `link_address` until cancelled. Raises ConfigError."""
     folder = model_folder(checkpoint, weights=True)
     keys = None if link_keys is None else load_trainer_keys(link_keys)
     with EmbeddedEngine(folder, checkpoint_dir=folder.parent) as engine:
@@ -57,8 +54,7 @@ async def serve_tinker(
 ) -> int:
     """Serve Tinker's wire protocol until cancelled.
 
-    Without a `name`, the model is named after its folder, so that local clients find its tokenizer. Raises
-    ConfigError for a folder without a model.
+    Without a `name`, the model is named after its folder, so that local clients find its tokenizer.
     """
     folder = model_folder(checkpoint, weights=True, note=console.print)
     folder = folder if hub_id_of(folder) else folder.resolve()

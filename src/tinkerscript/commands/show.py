@@ -1,5 +1,3 @@
-"""`tinkerscript show` prints the runs of a folder, the steps of a run, or one episode, as text or JSON."""
-
 from __future__ import annotations
 
 import asyncio
@@ -37,8 +35,7 @@ EPISODES_NAMED = 5
 
 
 def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as_json: bool = False) -> int:
-    """`what`: the beginning of an episode's uuid, or a path such as `/steps/3`. Raises ConfigError, and
-    NotRecordedError for what a run lacks."""
+    """`what`: the beginning of an episode's uuid, or a path such as `/steps/3`."""
     if not console.is_terminal:
         console.width = max(console.width, PIPE_COLUMNS)
     runs = runs_in(root)
@@ -67,7 +64,6 @@ def show_command(root: Path, what: str, console: Console, *, limit: int = 30, as
 
 
 def _readers(runs: Mapping[str, Path], console: Console) -> dict[str, LedgerReader]:
-    """A folder that cannot be read keeps the others on the list."""
     readers: dict[str, LedgerReader] = {}
     for name, folder in runs.items():
         try:
@@ -92,7 +88,7 @@ def _answer(root: Path, path: str) -> str:
 
 
 def runs_in(root: Path) -> dict[str, Path]:
-    """Folders by name. Raises ConfigError with what exists instead."""
+    """Return the folders by name. Errors say what exists instead."""
     if not root.exists():
         there = sorted(path.name for path in root.parent.glob("*") if path.is_dir())[-5:]
         where = "this folder" if root.parent == Path() else root.parent
@@ -119,7 +115,6 @@ def say(console: Console, text: str | Text, style: str = "") -> None:
 
 
 def health_lines(rows: Sequence[HealthRow]) -> list[Text]:
-    """Worst first."""
     return [
         Text(f"look at: {row.line()}", HEALTH_STYLES[row.kind])
         for kind in ("bad", "warn")

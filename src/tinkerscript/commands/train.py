@@ -1,6 +1,6 @@
 """`tinkerscript train` is everything around a run, from checking the config to the final summary.
 
-What can be checked without torch is checked before its import.
+Checks that need no torch run before its import.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ async def train_command(
 ) -> int:
     """Returns 0, 1 if episodes were lost, or `WORSE`.
 
-    `resume` is the folder of a run to resume, `join` that of a running server. Raises ConfigError.
+    `resume` is the folder of a run to resume, `join` that of a running server.
     """
     config, folder = open_run(path, overrides, resume=resume, join=join)
     if resume and (message := _finished(config, folder)):
@@ -105,7 +105,6 @@ async def train_command(
 
 
 def resumed(name: str | None, console: Console) -> Path | None:
-    """The folder, downloaded if `name` is a URL. Raises ConfigError."""
     if name is None or not is_url(name):
         return None if name is None else Path(name)
     RUNS.mkdir(exist_ok=True)
@@ -153,10 +152,7 @@ def _page_shower(progress: LineReporter | TableReporter, *, opens: bool) -> Call
 
 
 def is_follower(path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None) -> bool:
-    """Whether a launcher such as torchrun started us as a rank above 0.
-
-    Raises ConfigError if it did not start one process per device.
-    """
+    """Whether a launcher such as torchrun started us as a rank above 0."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size == "1":
         return False
@@ -181,7 +177,6 @@ def follow_command() -> None:
 def open_run(
     path: Path | None, overrides: list[str], *, resume: Path | None, join: Path | None
 ) -> tuple[RunConfig, Path]:
-    """Config and folder of a new, resumed or joining run. Raises ConfigError."""
     if resume is not None:
         if path is not None or join is not None:
             raise ConfigError("--resume uses the run's own config: give no CONFIG and no --join with it")
@@ -262,7 +257,6 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def report(console: Console, config: RunConfig, folder: Path) -> int:
-    """Returns the exit code."""
     summary = _summary(folder)
     print_summary(console, summary, folder)
     store = config.interchange_server.store

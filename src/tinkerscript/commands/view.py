@@ -1,5 +1,3 @@
-"""`tinkerscript view` serves the page of a run, or of all runs in a folder."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,17 +23,13 @@ NICENESS = 10
 """Lets a run on this machine go first."""
 
 PAGE_GRACE_S = 1
-"""For open requests, such as event streams."""
+"""Seconds for open requests, such as event streams, to end."""
 
 
 async def view_command(
     root: Path, console: Console, *, host: str, port: int | None, opens: bool, certificate: str, key: str
 ) -> int:
-    """Serve the page of the runs in `root` until cancelled.
-
-    `port` None prefers the default port. Raises ConfigError for a folder without runs, a port in use, or an
-    address that needs a token.
-    """
+    """Serve the page of the runs in `root` until cancelled. `port` None prefers the default port."""
     find_runs(root)
     check_reach(host, os.environ)
     try:
@@ -50,7 +44,6 @@ async def view_command(
 
 
 async def serve_page(root: Path, listener: socket.socket, *, certificate: str = "", key: str = "") -> int:
-    """The admin token comes from the environment."""
     section = InterchangeConfig(
         tls_certificate=certificate, tls_key=key, trusted_proxies=["127.0.0.1", "::1"]
     )
@@ -69,7 +62,7 @@ async def serve_page(root: Path, listener: socket.socket, *, certificate: str = 
 
 
 def check_reach(host: str, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if other machines can reach the page without a good token."""
+    """Refuse an address at which other machines could reach the page without a good token."""
     if is_loopback(host):
         return
     token = read_token(environ, ADMIN_TOKEN)

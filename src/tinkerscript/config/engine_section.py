@@ -1,5 +1,3 @@
-"""The `engine` section: which model trains, and where."""
-
 from __future__ import annotations
 
 from typing import Any, Literal

@@ -1,5 +1,3 @@
-"""The `inference` section, and the roles of an episode."""
-
 from __future__ import annotations
 
 from typing import Literal

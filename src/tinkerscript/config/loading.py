@@ -1,5 +1,3 @@
-"""Loads a config from YAML and overrides."""
-
 from __future__ import annotations
 
 import difflib
@@ -25,7 +23,7 @@ from tinkerscript.files import LATEST_RUN, load_yaml
 def load_config(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """Load a YAML file, apply `key.sub=value` overrides, and validate it.
 
-    Raises ConfigError, which names the file, the key, and what is allowed there.
+    Raises ConfigError, which names the file, the key and what is allowed.
     """
     path = Path(path)
     try:
@@ -168,7 +166,7 @@ def dump_config(config: RunConfig) -> str:
 def import_name(text: str, *, what: str) -> object:
     """Import an object of the user's code, given as `module:name` or `path/to/file.py:name`.
 
-    `what` is its config key. Raises ConfigError, which names both.
+    `what` is its config key, which a ConfigError names.
     """
     source, separator, name = text.rpartition(":")
     if not (separator and source and name):

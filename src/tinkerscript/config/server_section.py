@@ -1,5 +1,3 @@
-"""The `interchange_server` section."""
-
 from __future__ import annotations
 
 from typing import Annotated, Literal

@@ -1,5 +1,3 @@
-"""The `sampling`, `training` and `sft` sections."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -52,13 +50,13 @@ class RolloutCorrectionConfig(Section):
     """Weight min(w, `tis`) per token (truncated importance sampling). 2 is usual."""
 
     sequence_tis: float | None = Field(default=None, gt=0)
-    """The same with a sequence's product of w."""
+    """Weight min(product of w, `sequence_tis`) per sequence."""
 
     mis: float | None = Field(default=None, gt=0)
     """Weight w per token; tokens with w above `mis` carry no loss."""
 
     sequence_mis: float | None = Field(default=None, gt=0)
-    """The same with a sequence's product of w."""
+    """Weight each sequence by its product of w; above `sequence_mis` it carries no loss."""
 
     icepop: Bounds | None = None
     """Weight w per token; tokens with w outside [low, high] carry no loss. The paper uses [0.5, 5]."""
@@ -200,7 +198,7 @@ class TrainingConfig(Section):
     """A published algorithm, which sets its paper's keys (docs/recipes.md). Your keys win."""
 
     steps: int = Field(default=100, ge=0)
-    """Training steps. Each trains on one batch of groups and publishes a policy version."""
+    """Training steps. Each trains on a batch of groups and publishes a policy version."""
 
     groups_per_step: int = Field(default=32, ge=1)
     """Groups per step, each of another sample."""
@@ -217,8 +215,9 @@ class TrainingConfig(Section):
     """Which samples are asked, and how often."""
 
     extra_groups: int = Field(default=0, ge=0)
-    """Spare groups, so that stragglers do not delay a step. As many are cancelled in the last step that could
-    train them: in every step at `max_policy_lag: 0`."""
+    """Spare groups, so that stragglers do not delay a step. As many running groups are cancelled once no
+    later
+    step could train them, at `max_policy_lag: 0` in every step."""
 
     max_policy_lag: int | None = Field(default=None, ge=0)
     """Maximum steps between the weights that sampled an episode and those that it trains. Above 0, sampling

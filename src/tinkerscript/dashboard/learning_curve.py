@@ -1,5 +1,3 @@
-"""Draw a run's learning curve."""
-
 from __future__ import annotations
 
 import json

@@ -47,10 +47,10 @@ class ProgressReporter(ABC):
 
 
 def time_left_s(steps: int, first: tuple[int, float], last: tuple[int, float], now: float) -> float | None:
-    """Estimate the seconds until the last of `steps` steps ends.
+    """Estimate the seconds until the last of `steps` steps ends, or None.
 
-    `first` and `last` are steps with their end times. None after the last step, and when a step takes more
-    than twice the usual time.
+    `first` and `last` are steps with their end times. There is no estimate after the last step, or once a
+    step takes more than twice the usual time.
     """
     pace = (last[1] - first[1]) / (last[0] - first[0])
     passed, later = now - last[1], steps - last[0] - 1

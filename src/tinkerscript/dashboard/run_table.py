@@ -1,5 +1,3 @@
-"""`RunTable` shows a run as a few lines of text, each narrower than the screen."""
-
 from __future__ import annotations
 
 import math
@@ -72,7 +70,7 @@ class Column:
     title: str
     needs: str  # Otherwise the cell is empty.
     text: Callable[[Metrics], str]
-    rank: int  # On a narrow screen, the highest goes first.
+    rank: int  # On a narrow screen, the highest is dropped first.
 
     def cell(self, metrics: Metrics) -> str:
         return self.text(metrics) if self.needs in metrics else ""
@@ -103,7 +101,7 @@ HELD_OUT_RANK = 0
 
 
 class RunTable:
-    """Callers must lock it, because the run and `frame` use different threads."""
+    """Callers must lock it, because the run and the screen use different threads."""
 
     def __init__(self, began: float) -> None:
         """`began` uses the clock of `frame`."""
@@ -156,7 +154,7 @@ class RunTable:
             self._scores.append((label, score))
 
     def frame(self, columns: int, rows: int, now: float) -> list[Text]:
-        """Fill a screen. The least important lines go first."""
+        """Fill a screen. The least important lines are dropped first."""
         head, room = [self._heading(columns, now), self._activity(now)], rows - 3
         table, facts = self._table(columns - 1), self._facts(columns - 1)
         if len(table) + len(facts) + 2 <= room:
@@ -293,7 +291,6 @@ def _width(column: tuple[int, int, str, list[str]]) -> int:
 
 
 def sparkline(values: list[float]) -> str:
-    """Averages neighbors if there are too many."""
     cells = min(SPARKLINE, len(values))
     edges = [round(at * len(values) / cells) for at in range(cells + 1)]
     means = [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]

@@ -30,7 +30,7 @@ def shown_progress(console: Console) -> Generator[LineReporter | TableReporter]:
 
 
 def open_in_browser(url: str, note: Callable[[str], object]) -> None:
-    """Does not block. Calls `note` if no browser is found."""
+    """Open `url` without blocking. Calls `note` if no browser is found."""
 
     def work() -> None:
         if not webbrowser.open(url):

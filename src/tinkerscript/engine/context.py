@@ -65,7 +65,6 @@ class EngineContext:
         return AwaitableConcurrentFuture(self.thread.call(job))
 
     def checked_prompt(self, ids: list[int], *, room: int) -> list[int]:
-        """Raises EngineRequestError unless the prompt and `room` more tokens fit."""
         if not ids:
             raise EngineRequestError("prompt: the prompt is empty")
         if len(ids) + room > self.max_context:
@@ -112,10 +111,7 @@ def open_context(
 
 
 def exact_context(config: PreTrainedConfig) -> int:
-    """Return the length up to which rotary embeddings stay the same, so that a decoder equals the model.
-
-    Raises EngineError if the config has none.
-    """
+    """Return the length up to which rotary embeddings stay the same, so that a decoder equals the model."""
     return min(_limits(config))[0]
 
 
@@ -156,7 +152,7 @@ def check_device(device: str) -> None:
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:
-    """`auto`: bfloat16 if `device` has it in hardware, else float32. Raises EngineError."""
+    """`auto`: bfloat16 if `device` has it in hardware, else float32."""
     if name == "auto":
         return torch.bfloat16 if _has_bfloat16(torch.device(device)) else torch.float32
     if name not in DTYPES:
@@ -214,7 +210,7 @@ class EngineThread:
         return self.call_in_slices(whole)
 
     def call_in_slices(self, begin: Callable[[], Slices[T]]) -> Future[T]:
-        """Sampling runs when the generator yields; other jobs wait."""
+        """Sampling runs whenever the generator yields; other jobs wait."""
         future: Future[T] = Future()
         self._put(Job(begin, future))
         return future

@@ -34,13 +34,13 @@ FUSED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 PROOF_FACTOR, PROOF_FACTOR_OF_HALF = 30.0, 4.0
-"""How far a decoder may exceed the model's rounding noise, in float32 and bfloat16. Correct ones measured 0.1
-to 3.5 and 0.1 to 1; a wrong attention scale 50,000 and 6.
+"""How far a decoder may exceed the model's rounding noise, in float32 and bfloat16. Correct decoders measured
+0.1 to 3.5 and 0.1 to 1, a wrong attention scale 50,000 and 6.
 """
 
 
 PROOF_FLOOR, PROOF_CEILING = 1e-6, 1.0
-"""Nats: smaller differences in log probabilities always pass, larger ones never."""
+"""Nats: smaller differences of log probabilities always pass, larger ones never."""
 
 
 NO_ADAPTER = "none"
@@ -72,7 +72,7 @@ class AdapterTensors:
 
 
 class Decoder(ABC):
-    """Weights are frozen at construction. B rows, P prompt positions, V vocabulary."""
+    """B rows, P prompt positions, V vocabulary."""
 
     device: torch.device
     dtype: torch.dtype
@@ -80,11 +80,11 @@ class Decoder(ABC):
     """Rows share a step if their lengths differ by at most this factor."""
 
     routing: Routing | None = None
-    """If given, the last layer of a row's state has its tokens' experts: `keys` (L, P, k)."""
+    """If given, the last layer of a row's state holds the experts of its tokens: `keys` (L, P, k)."""
 
     @abstractmethod
     def with_adapter(self, adapter: AdapterTensors) -> Decoder:
-        """The new decoder shares this one's weights."""
+        """Return a decoder that shares this one's weights."""
 
     def forget(self) -> None:  # noqa: B027 (only what computes with the module tree has anything to forget)
         """Note that something else changed the model's adapters."""
@@ -117,7 +117,7 @@ class Decoder(ABC):
 
 
 class FusedDecoder(Decoder):
-    """Fuses the projections of Llama, Mistral, Qwen2 and Qwen3, for a fifth of the module tree's operations.
+    """Fuses the projections of Llama, Mistral, Qwen2 and Qwen3: a fifth of the module tree's operations.
 
     Weights are (in, out), inputs (N, in).
     """
@@ -407,7 +407,7 @@ _Factors = tuple[Tensor, Tensor]
 
 
 def _factors(adapter: AdapterTensors, names: Sequence[str], widths: Sequence[int]) -> _Factors | None:
-    """For modules fused into one weight, of the given widths; None if the adapter has none."""
+    """Return the factors for modules fused into one weight; None if the adapter has none of them."""
     there = [(at, *adapter.modules[name]) for at, name in enumerate(names) if name in adapter.modules]
     if not there:
         return None
@@ -443,7 +443,6 @@ class HubDecoder(Decoder):
         shares: bool = False,
         routing: Routing | None = None,
     ) -> None:
-        """`shares`: as in `FusedDecoder`. `routing`: keep the routers' choices."""
         self.device, self.dtype, self.routing = model.device, dtype, routing
         self._adapter: AdapterTensors | None = None
         self._tree = _Tree()
@@ -464,7 +463,7 @@ class HubDecoder(Decoder):
         self._tree.adapter = None
 
     def _apply(self) -> None:
-        """Walking the tree takes as long as a step, so only if necessary."""
+        """Walks the tree only if necessary, because that takes as long as a step."""
         if self._adapter is not None and self._tree.adapter is not self._adapter:
             self._tree.adapter = None
             _put_into_tree(self._model, self._adapter)
@@ -533,7 +532,7 @@ class HubDecoder(Decoder):
         return layers if self.routing is None else layers[:-1]
 
     def _prefill_by_steps(self, ids: Tensor, past: RowState, begin: int) -> tuple[Tensor, list[RowState]]:
-        """The library's recurrent layers take several tokens only from the start."""
+        """The library's recurrent layers take several tokens at once only at the start of a text."""
         cache: KVCache[int] = KVCache()
         cache.add([0], past, begin)
         logits = ids.new_empty(0)
@@ -735,7 +734,7 @@ def logits_rows(vocabulary: int, device: torch.device) -> int:
 
 
 def attention_mask(lengths: Tensor, longest: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask (n, 1, 1, longest + 1): 0 at positions <= lengths[i], -inf beyond."""
+    """Return (n, 1, 1, longest + 1): 0 at positions <= lengths[i], -inf beyond."""
     beyond = torch.arange(longest + 1, device=lengths.device) > lengths[:, None]
     return torch.zeros_like(beyond, dtype=dtype).masked_fill_(beyond, float("-inf"))[:, None, None]
 
@@ -777,7 +776,6 @@ def can_be_fused(model: PreTrainedModel) -> bool:
 
 
 def text_config_of(model: PreTrainedModel) -> Any:
-    """Raise EngineError if the language model's config names no vocabulary."""
     config: Any = model.config.get_text_config()
     if not isinstance(getattr(config, "vocab_size", None), int):
         raise EngineError(f"the config of model type {model.config.model_type!r} names no vocab_size")
@@ -786,7 +784,7 @@ def text_config_of(model: PreTrainedModel) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class OwnLogits:
-    """Logits for sequences that branch at two depths, with narrowed windows, and the tolerance."""
+    """A model's own logits for sequences that branch at two depths, with narrowed windows."""
 
     ids: Tensor
     """(4, 12) random ids; all share the first 4, the first two share 8."""
@@ -796,14 +794,14 @@ class OwnLogits:
 
     limit: float
     windows: bool = True
-    """Whether all windows could be narrowed to show in short texts."""
+    """Whether all windows could be narrowed enough to matter in short texts."""
 
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel) -> OwnLogits:
     """Return the logits, with a tolerance from the noise of flipping the embeddings' last bit.
 
-    Another batch shape often changes no bits. Raises EngineError for a model without embeddings.
+    Another batch shape often changes no bits.
     """
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(text_config_of(model).vocab_size, (4, 12), generator=random)

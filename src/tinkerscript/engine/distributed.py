@@ -52,9 +52,6 @@ BUCKET_ELEMENTS = 2**25
 FILLER = -1
 
 
-# Data
-
-
 @dataclass(frozen=True, slots=True)
 class Portion:
     examples: list[Example]
@@ -117,9 +114,6 @@ def _renumbered(tree: TokenTree, place: Mapping[int, int]) -> TokenTree:
 
 
 NO_LOSS = ConfiguredLoss("none", lambda logprobs, _inputs, _settings: logprobs * 0, {})
-
-
-# Computing
 
 
 class ShardedWeights(Weights):
@@ -389,9 +383,6 @@ def _buckets(tensors: Sequence[Tensor]) -> Generator[list[Tensor]]:
         bucket.append(tensor)
     if bucket:
         yield bucket
-
-
-# Following
 
 
 def follow() -> None:

@@ -57,7 +57,7 @@ class EmbeddedEngine:
             sampling = training.save_weights_and_get_sampling_client().result()
             response = sampling.sample(prompt, 4, tinker.SamplingParams(max_tokens=64)).result()
 
-    `EmbeddedTrainingClient` describes `data`. A sampling client keeps the weights that it began with.
+    `EmbeddedTrainingClient` describes `data`.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""`FrozenModels`: models that never train. They sample and score.
-
-Invariant: models over one base hold it once, even if it is the run's own.
-"""
+"""`FrozenModels` sample and score, but never train. Models over one base share it, even the run's own."""
 
 from __future__ import annotations
 
@@ -73,7 +70,6 @@ class FrozenWeights:
         temperatures: Sequence[NDArray[np.float32]],
         top: int,
     ) -> Future[list[TopLogprobs]]:
-        """Like `logprobs`, also for the `top` most probable tokens at each position."""
         return self.context.thread.call_in_slices(lambda: self._scoring_top(sequences, temperatures, top))
 
     def _scoring_top(
@@ -131,7 +127,7 @@ class FrozenModels:
         self._loading = threading.Lock()
 
     def open(self, folder: Path, adapter: Path | None = None) -> FrozenWeights:
-        """Loads on the caller's thread. Raises EngineError."""
+        """Load a model, on the caller's thread."""
         with self._loading:
             key = folder.resolve()
             base = self._bases.get(key)

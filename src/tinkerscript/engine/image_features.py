@@ -1,7 +1,6 @@
 """Images as token ids: every position of an image gets an id below zero that no other position has.
 
-The prefix cache and the packing of training rows can then tell images apart. The embedding layer looks up
-their features, from the frozen vision tower and projector.
+The prefix cache and the packing of training rows can then tell images apart.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ Placed = tuple[int, bytes]
 
 
 class ImageFeatures:
-    """Hold it as long as its ids are in use."""
+    """One image's features. Hold them as long as its ids are in use."""
 
     def __init__(self, features: Tensor) -> None:
         self.features = features
@@ -134,7 +133,7 @@ class ImageReader:
     @torch.no_grad()
     def _computed(self, file: bytes) -> Tensor:
         with Image.open(io.BytesIO(file)) as image:
-            # As transformers loads files.
+            # transformers loads files this way.
             upright = ImageOps.exif_transpose(image).convert("RGB")
         pixels = self._processor([[upright]], return_tensors="pt")
         inputs = {name: each.to(self._model.device) for name, each in pixels.items()}

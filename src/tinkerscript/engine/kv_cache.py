@@ -51,7 +51,7 @@ RowState = Sequence[LayerState]
 
 
 def cut(state: RowState, begin: int, end: int | None = None) -> RowState:
-    """Copy positions [begin, end) of layers that can be cut, and all of the others."""
+    """Copy positions [begin, end) of layers that can be cut, and all positions of the others."""
 
     def part(layer: LayerState, kept: Tensor | None) -> Tensor | None:
         return None if kept is None else (kept[:, begin:end] if layer.can_be_cut else kept).clone()
@@ -90,7 +90,7 @@ class HoldsBytes(Protocol):
 class Evicts(Protocol):
     @property
     def oldest(self) -> int | None:
-        """Last use, by the budget's clock, of what `evict` would drop; None: nothing."""
+        """Return the last use, by the budget's clock, of what `evict` would drop; None: nothing."""
         ...
 
     def evict(self) -> None: ...
@@ -160,8 +160,10 @@ class RowGroup(Generic[Row]):
         return max(self.lengths, default=0)
 
     def shape(self, rows: int, length: int) -> tuple[int, int]:
-        """Storage for `rows` rows of `length` tokens: unchanged if they fit, else just enough, or half as
-        many rows again if rows join one by one.
+        """Return the storage for `rows` rows of `length` tokens.
+
+        It stays the same if they fit. Else it is just enough, or half as many rows again if rows join one by
+        one.
         """
         if rows <= self.room_for_rows and length <= self.room_for_tokens:
             return self.room_for_rows, self.room_for_tokens
@@ -322,7 +324,7 @@ class KVCache(Generic[Row]):
         return rows * self.row_bytes(length) - group.bytes
 
     def grow(self) -> bool:
-        """Make room for every row's next token. False: some rows must go."""
+        """Make room for every row's next token. Return False if some rows must leave."""
         return all(
             self._grow(group)
             for group in list(self.groups)

@@ -1,4 +1,4 @@
-"""`LayerKinds`: what each layer of a model looks back on: the whole text, a window, a chunk, or a state.
+"""`LayerKinds`: whether a layer looks back on the whole text, a window, a chunk, or a state.
 
 Windows are used only once proved, on short texts, for which `narrowed_windows` narrows them.
 """

@@ -1,7 +1,7 @@
 """LoRA: one frozen base model, and adapters over it, each the weights of one run.
 
 PEFT's module tree trains, and checkpoints have its files and names. An adapter is float32, and adds `alpha /
-rank` times B A x to a product. It is activated in the tree before anything is computed.
+rank` times B A x to a product.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LoraBase:
         self._unused: deque[str] = deque()
 
     def new_adapter(self, settings: LoraSettings) -> Adapter:
-        """Changes nothing yet. Raises EngineRequestError for missing targets."""
+        """A new adapter changes nothing. Raises EngineRequestError for missing targets."""
         self._remove_unused()
         name = self._add(settings)
         adapter = Adapter(self, name, settings)
@@ -72,7 +72,6 @@ class LoraBase:
         return adapter
 
     def adapter_of(self, folder: Path) -> Adapter:
-        """Raises EngineError for another model's adapter."""
         adapter = self.new_adapter(settings_of(folder))
         adapter.read(folder)
         return adapter
@@ -87,7 +86,7 @@ class LoraBase:
         return self.decoder.with_adapter(AdapterTensors(settings.alpha / settings.rank, modules, slot))
 
     def prove(self, settings: LoraSettings) -> None:
-        """Raise EngineError unless decoders agree with the module tree, with a large adapter."""
+        """Raise EngineError unless decoders agree with the module tree under a large adapter."""
         adapter = self.new_adapter(settings)
         adapter.exaggerate()
         adapter.activate()
@@ -171,7 +170,7 @@ class LoraBase:
 
 
 class Adapter(Weights):
-    """The base drops its tensors some time after garbage collection."""
+    """One run's adapter. The base drops its tensors some time after garbage collection."""
 
     def __init__(self, base: LoraBase, name: str, settings: LoraSettings) -> None:
         self.base, self.model = base, base.model
@@ -265,7 +264,6 @@ class Adapter(Weights):
 
 
 def target_modules(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
-    """Raises EngineRequestError for missing targets."""
     head = model.get_output_embeddings()
     found: dict[str, list[str]] = {target: [] for target in targets}
     towers = _outside_of_text(model)
@@ -312,7 +310,6 @@ def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
 
 
 def settings_of(folder: Path) -> LoraSettings:
-    """Raises EngineError for a folder without an adapter."""
     config = read_json(folder / ADAPTER_CONFIG)
     if not config:
         raise EngineError(f"{folder} has no {ADAPTER_CONFIG}, so it is not a LoRA adapter")
@@ -338,7 +335,7 @@ def load_adapter(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def merged(folder: Path) -> PreTrainedModel:
-    """Merge the adapter into its base, in its dtype. Raises ConfigError and EngineError."""
+    """Merge the adapter into its base, in the base's dtype."""
     base = base_of_adapter(folder)
     if base is None:
         raise EngineError(

@@ -1,7 +1,7 @@
 """The losses of training (`LOSSES`), and the logprobs that they take (`target_logprobs`).
 
 docs/training.md#losses has the formulas, docs/recipes.md the papers. A loss is a sum over tokens, as in
-Tinker, so gradients do not depend on microbatches. Invariant: logits exist only in chunks.
+Tinker, so gradients do not depend on microbatches. Logits exist only in chunks.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ConfiguredLoss:
     needs_entropy: bool = False
 
     def __call__(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Raises EngineError for a reduced loss: microbatches would not add up."""
+        """Refuses a reduced loss, because microbatches would not add up."""
         inputs = {SCALE: inputs[MASK].to(logprobs.dtype), **inputs}
         losses = self.tokens(logprobs, inputs, self.settings)
         if losses.shape != logprobs.shape:
@@ -129,7 +129,6 @@ class Loss:
         return {**(TERMS if self.inputs >= POLICY_INPUTS else {}), **self.settings}
 
     def configured(self, name: str, config: Mapping[str, float | str] | None) -> ConfiguredLoss:
-        """Raises EngineRequestError for an invalid `config`."""
         known = self.known
         settings = _Settings(name, {**known, **_numbers(name, config or {}, known=known)})
         needs_entropy = self.needs_entropy or bool(settings.get("entropy"))
@@ -187,7 +186,7 @@ def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str,
 def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
     """GSPO-token of Zheng et al. 2025, arXiv:2507.18071, divided by the sequence's number of trained tokens.
 
-    A token's ratio has the value of its sequence's and a gradient of its own, so tokens can have different
+    A token's ratio has the value of its sequence's ratio and its own gradient, so tokens can have different
     advantages.
     """
     advantages = inputs["advantages"]
@@ -292,7 +291,7 @@ def _divergence(name: str, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Te
 
 
 def _sequence_means(values: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Per token: its sequence's mean of `values` over trained tokens, and their number."""
+    """Return, per token, its sequence's mean of `values` over trained tokens, and their number."""
     sequence, mask = inputs[SEQUENCE], inputs[MASK]
     both = torch.stack([torch.where(mask, values, 0.0), mask.to(values.dtype)])
     totals, counts = values.new_zeros(2, int(sequence.max()) + 1).index_add(1, sequence, both)
@@ -338,7 +337,7 @@ def resolve_loss(name: str) -> Loss:
     """Look up a loss in the table, or import a user's as `module:name` or `file.py:name`.
 
     A user's loss is a `Loss`, or a function with `POLICY_INPUTS` and no settings. Because this imports code,
-    look up names from a network in `LOSSES`. Raises EngineRequestError.
+    look up names from a network in `LOSSES`.
     """
     return LOSSES[name] if name in LOSSES else _users_loss(name)
 
@@ -380,9 +379,9 @@ def target_logprobs(
     entropy_gradients: bool = False,
     top: int = 0,
 ) -> Tensor:
-    """Logprobs (S,) of targets (S,), float32 or wider, each given the token at its place.
+    """Return logprobs (S,) of targets (S,), float32 or wider, each given the token at its place.
 
-    All of it runs inside a call of `model`, as FSDP requires of its root module.
+    The computation runs inside a call of `model`, as FSDP requires of its root module.
 
     Args:
         inputs: For the model's forward pass, B rows of N tokens.
@@ -452,7 +451,7 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, temperatures: Tensor | None, places: Tensor, targets: Tensor
     ) -> Tensor:
-        """Logits (n, V), temperatures (n,), places (s,) in [0, n), targets (s,) -> (s,), float32 or wider."""
+        """See `_forward`. Returns (s,), float32 or wider."""
         wide = _scaled(logits, temperatures)
         normalizers = wide.logsumexp(-1)  # Once per token, which sequences may share.
         ctx.save_for_backward(logits, temperatures, normalizers, places, targets)
@@ -479,7 +478,7 @@ BLOCKS = 8
 
 
 class _LogprobsAndEntropies(torch.autograd.Function):
-    """`_TargetLogprobs` with entropies, (2, s)."""
+    """`_TargetLogprobs` with entropies: (2, s)."""
 
     @staticmethod
     def forward(

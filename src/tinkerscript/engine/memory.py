@@ -1,6 +1,6 @@
 """`peak_memory`: a formula for the peak memory of training and sampling, checked by `bench/memory.py`.
 
-Outside the Llama family, activations and decoding are estimates.
+It estimates activations and decoding outside the Llama family.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def peak_memory(
 ) -> Memory:
     """Peak memory on one device. If `lora` is None, all weights train in float32, with products in `dtype`.
 
-    Leaves out the masks of short rows with branches. Raises EngineRequestError for missing targets.
+    Leaves out the masks of short rows with branches.
     """
     return _peak(_empty(config), lora, dtype, work)
 
@@ -121,7 +121,7 @@ def _peak(model: Any, lora: LoraSettings | None, dtype: torch.dtype, work: Workl
 
 
 def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
-    """Return the number of parameters, and whether some are the head's."""
+    """Return the adapter's number of parameters, and whether it covers the head."""
     # PEFT takes half a second to import.
     from tinkerscript.engine.lora import expert_weights, linear_shape, target_modules
 

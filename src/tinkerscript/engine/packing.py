@@ -1,7 +1,7 @@
 """Training rows: sequences with a common prefix share a row that computes every distinct prefix once.
 
 A row is a token tree: each token attends to itself and its ancestors. Short rows attend through a mask, long
-ones segment by segment. `shares_prefixes` and `attend_in_segments` prove the logprobs for a model first.
+ones segment by segment.
 
 Shapes: B rows of at most N tokens. S positions, one sequence after another.
 """
@@ -62,7 +62,7 @@ class TokenTree:
     """(sequence index, places [T] of its tokens)"""
 
     experts: Bytes | None = None
-    """[N, bytes]: experts to choose. None: as usual."""
+    """[N, bytes]: experts to choose."""
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ class TokenTree:
         return int(self.depths.sum()) + self.size
 
     def segments(self) -> Iterator[tuple[int, int, Ints]]:
-        """(begin, end, places of all earlier tokens) of what each sequence added."""
+        """Yield (begin, end, places of all earlier tokens) for what each sequence added."""
         filled = 0
         for _, path in self.paths:
             if len(path) and path[-1] >= filled:
@@ -175,7 +175,7 @@ def common_prefix(one: Bytes, other: Bytes) -> int:
 
 
 def microbatches(trees: Sequence[TokenTree], budget: int, *, segments: bool = False) -> list[list[TokenTree]]:
-    """Batch rows of similar size, at most `budget` padded tokens each; rows with branches separately."""
+    """Batch rows of similar size, at most `budget` padded tokens each, with branches apart from without."""
     batches: list[list[TokenTree]] = []
     real = 0
     for tree in sorted(trees, key=lambda t: (t.is_chain, t.size)):
@@ -389,7 +389,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, scale: float | None) ->
 def pair_cost(model: PreTrainedModel) -> float:
     """Cost of one token's attention to another, relative to one token's matrix products.
 
-    Two operations per parameter against four per layer and channel, at three quarters of the rate
+    A parameter takes two operations, a layer's channel four, at three quarters of the rate
     (docs/benchmarks.md).
     """
     config = text_config_of(model)

@@ -1,7 +1,6 @@
 """`PrefixStore`: states of computed texts, for later requests with the same prefix.
 
-A store has one version of the weights and one adapter (docs/engine.md#shared-computation). A node was used no
-later than its parent, so the least recently used one is a leaf.
+A store has one version of the weights and one adapter (docs/engine.md#shared-computation).
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class PrefixStore:
         return self._usable(ids)[1]
 
     def longest(self, ids: Ids) -> tuple[int, RowState | None]:
-        """The length and state of the prefix to continue from, or (0, None)."""
+        """Return the length and state of the prefix to continue from, or (0, None)."""
         path, length = self._usable(ids)
         if not path:
             return 0, None
@@ -117,7 +116,7 @@ class PrefixStore:
         self._touch(path)
 
     def _walk(self, ids: Ids) -> tuple[list[_Node], int]:
-        """Nodes along `ids`, and the length in common, which may end within the last node."""
+        """Return the nodes along `ids`, and the common length, which may end within the last node."""
         path: list[_Node] = []
         node, found = self._root, 0
         while found < len(ids) and (child := node.children.get(ids[found])) is not None:

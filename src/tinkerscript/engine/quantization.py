@@ -73,10 +73,6 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(model: PreTrainedModel, kind: Quantization, device: torch.device) -> None:
-    """Replace the model's linear modules one by one.
-
-    Raises EngineError if it has none, or if nf4's package is missing.
-    """
     modules = linear_modules(model)
     if not modules:
         raise EngineError(

@@ -48,13 +48,13 @@ START_S = 600.0
 GROUP_TIMEOUT_S = 600.0
 
 NAMING_S = 5.0
-"""How long a failed operation waits for news of a dead rank."""
+"""Seconds that a failed operation waits for news of a dead rank."""
 
 RANK_GRACE_S = ORPHAN_GRACE_S + 1
-"""Time for a follower to exit by itself."""
+"""Seconds for a follower to exit by itself."""
 
 ANSWER_POLL_S = 0.02
-"""How often sampling runs while rank 0 waits."""
+"""Seconds between turns of sampling while rank 0 waits."""
 
 
 T = TypeVar("T")
@@ -131,7 +131,6 @@ class Ranks:
         self._begin(self._admit)
 
     def join(self) -> None:
-        """Wait until all ranks have loaded the model. Raises EngineError."""
         if self.answers(START_S) is None:
             missing = sorted(set(range(1, self.size)) - self._answered.keys())
             raise self.fail(EngineError(f"the ranks {missing} did not join within {START_S:.0f} s"))
@@ -140,13 +139,12 @@ class Ranks:
             self.spec.join(self._store, 0, self.size)
 
     def tell(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Call a method on all followers. Raises EngineError."""
         self._raise_failure()
         for rank, each in enumerate(arguments, start=1):
             self._connections[rank].send((method, each))
 
     def answers(self, within_s: float | None = None) -> list[Any] | None:
-        """The followers' results by rank; None after `within_s`. Raises EngineError."""
+        """Return the followers' results by rank, or None after `within_s`."""
         deadline = None if within_s is None else time.monotonic() + within_s
         while len(self._answered) < self.size - 1:
             self._raise_failure()
@@ -168,7 +166,7 @@ class Ranks:
 
     @contextmanager
     def computing(self) -> Generator[None]:
-        """All ranks compute in this block. An error ends them all. Raises EngineError."""
+        """All ranks compute in this block. An error ends them all."""
         try:
             yield
         except Exception as error:

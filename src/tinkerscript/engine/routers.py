@@ -18,10 +18,7 @@ from tinkerscript.errors import EngineError
 
 
 def routing_of(model: PreTrainedModel, own: OwnLogits | None = None) -> Routing:
-    """Return how the routers choose, if a replay gives the same logits and other choices do not.
-
-    Raises EngineError for a model without experts, or another way of choosing.
-    """
+    """Return how the routers choose, if a replay gives the same logits and other choices do not."""
     kind = model.config.model_type
     if not (experts := experts_of(model.config)):
         raise EngineError(
@@ -64,7 +61,7 @@ def _replayed_gaps(routing: Routing, model: PreTrainedModel, own: OwnLogits) -> 
 
 @torch.no_grad()
 def _topk_calls(model: PreTrainedModel, ids: Tensor) -> Mapping[str, list[tuple[int, int]]]:
-    """Path of each module that calls `topk` -> (number of scores, k) of each call."""
+    """Map the path of each module that calls `topk` to each call's (number of scores, k)."""
     paths = {module: path for path, module in model.named_modules()}
     running: list[nn.Module] = []
     found: dict[str, list[tuple[int, int]]] = {}

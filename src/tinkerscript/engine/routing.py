@@ -1,8 +1,7 @@
 """`Routing`: the experts that a mixture's routers choose, recorded while sampling and replayed in training.
 
 This is rollout routing replay (R3, Ma et al. 2025, arXiv:2510.11370; docs/models.md#mixtures-of-experts).
-Every family selects with `topk` over one score per expert, so intercepting that call needs no code for each
-family.
+Every family selects with `topk` over one score per expert, so intercepting that call suits all.
 
 Shapes: N tokens, L layers with a router, k experts of E for each token.
 """
@@ -116,7 +115,6 @@ class Routing:
 
 
 def experts_of(config: PreTrainedConfig) -> int:
-    """Return 0 unless it is a mixture."""
     text: Any = config.get_text_config()
     return next((found for name in _EXPERTS if (found := getattr(text, name, None))), 0)
 

@@ -29,7 +29,7 @@ from tinkerscript.engine.sampling import Chosen, RowSettings, choose
 from tinkerscript.errors import EngineError
 
 PREFILL_TOKENS = 2048
-"""Padded tokens per prefill; a longer prompt takes several."""
+"""Padded tokens per prefill; a longer prompt takes several prefills."""
 
 
 SHARED_TOKENS = 16
@@ -80,10 +80,10 @@ class Request:
     min_p: float = 0.0
 
     sampled: int = 0
-    """How many of the prompt's last ids other weights sampled for the reply. Stop strings may begin there."""
+    """Number of the prompt's last ids that other weights sampled for the reply. Stops may begin there."""
 
     known: int = 0
-    """How many of the prompt's first ids need no experts."""
+    """Number of the prompt's first ids that need no experts."""
 
     matchers: list[Matcher] | None = None
     images: Sequence[Placed] = ()
@@ -123,7 +123,6 @@ class RunningRow:
         return self.request.matchers[self.index] if self.request.matchers else None
 
     def take(self, token: int, logprob: float, top: Alternatives, constraint: int) -> None:
-        """Append a sampled token. Raises EngineError for an invalid distribution."""
         if math.isnan(logprob):
             raise EngineError(
                 "the model's logits are not finite here: its weights or the request's settings are not"
@@ -220,7 +219,7 @@ class RunningBatch:
     def advance(self) -> None:
         """Sample one token per running row, then admit waiting rows and sample their first.
 
-        An exception means that all requests failed.
+        If this raises, all requests have failed.
         """
         self._drop_done()
         if self._cache.groups:
@@ -259,7 +258,7 @@ class RunningBatch:
         self._remove([row for row in self._cache.rows if row.request.future.done()])
 
     def _admit(self) -> None:
-        """If others run, they wait for one prefill only."""
+        """Running rows wait for one prefill only."""
         others = bool(self._cache.rows)
         while rows := self._admissible():
             ready = self._prefilled(list(dict.fromkeys(row.sequence for row in rows)))
@@ -283,7 +282,7 @@ class RunningBatch:
         return found
 
     def _prefilled(self, sequences: list[Ids]) -> dict[Ids, Prefilled | Exception]:
-        """Known sequences, and those that about `PREFILL_TOKENS` more complete, or their errors."""
+        """Return known sequences, and those that `PREFILL_TOKENS` more tokens complete, or their errors."""
         found: dict[Ids, Prefilled | Exception] = {}
         for sequence in sequences:
             try:
@@ -307,7 +306,7 @@ class RunningBatch:
         return found
 
     def _batch_with(self, sequence: Ids, waiting: list[Ids]) -> tuple[list[Ids], int]:
-        """The sequences to prefill with `sequence`, and the number of first ids to compute once for all.
+        """Return the sequences to prefill with `sequence`, and how many first ids to compute once for all.
 
         A sequence with much more than the shared ids in the store is prefilled alone.
         """
@@ -454,7 +453,7 @@ class RunningBatch:
         self._remove(finished)
 
     def _experts(self, row: RunningRow) -> bytes:
-        """Unknown where nothing is kept: before the first token, and while a row waits for memory."""
+        """Unknown before the first token, and while a row waits for memory."""
         routing = self._decoder.routing
         if routing is None:
             return b""
@@ -466,8 +465,9 @@ class RunningBatch:
         return experts.tobytes()
 
     def _allowed(self, rows: list[RunningRow], vocabulary: int) -> Tensor | None:
-        """Ids that grammars allow next, bool (n, V); None without grammars. If a grammar allows none, its
-        request fails, and the row may sample anything.
+        """Return the ids that grammars allow next, bool (n, V), or None without grammars.
+
+        If a grammar allows none, its request fails, and the row may sample anything.
         """
         if all(row.matcher is None for row in rows):
             return None
@@ -555,7 +555,7 @@ def _alternatives(rows: list[RunningRow], chosen: Chosen) -> list[Alternatives]:
 
 
 def _similar_lengths(prompts: list[Ids], shared: int) -> list[list[Ids]]:
-    """Batches of rising length, without `shared` ids: at most `PREFILL_TOKENS` padded, at least half real."""
+    """Batch by rising length, without `shared` ids: at most `PREFILL_TOKENS` padded, at least half real."""
     batches: list[list[Ids]] = []
     for prompt in sorted(prompts, key=len):
         batch = batches[-1] if batches else []

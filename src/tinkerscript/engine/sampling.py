@@ -18,7 +18,7 @@ from tinkerscript.engine.decoder import Decoder
 # A grammar allowed all possible tokens, several, or one, as in `rollouts.TokenConstraint`.
 FREE, CUT, FORCED = range(3)
 
-# Tinker's filler in tables of top tokens.
+# Tinker fills tables of top tokens with this.
 NO_LOGPROB = -99999.0
 
 
@@ -97,7 +97,7 @@ def _chosen(ids: Tensor, logprobs: Tensor, top: int, constraints: Tensor | None 
 
 
 def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first id with a cumulative weight above uniform * total: (n, V), (n,) -> (n,)."""
+    """Return the first id with a cumulative weight above uniform * total: (n, V), (n,) -> (n,)."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1].contiguous()
     ids = torch.searchsorted(cumulative, (uniforms * total).unsqueeze(-1), right=True).squeeze(-1)

@@ -82,8 +82,9 @@ class EmbeddedSamplingClient:
         known: int = 0,
         images: Sequence[Placed] = (),
     ) -> Future[list[SampledRow]]:
-        """`sample` with options that Tinker's method lacks (see also `Request`). Cancelling the future ends
-        the sampling.
+        """`sample` with options that Tinker's method lacks (see also `Request`). To stop it, cancel the
+        future.
+
 
         Raises EngineRequestError as `sample` does, and GrammarError.
 

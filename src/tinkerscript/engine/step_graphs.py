@@ -1,7 +1,7 @@
 """`StepGraphs`: a decoder's steps as CUDA graphs.
 
 A graph launches a step's kernels at once, which saves most of the time, but with fixed addresses and shapes:
-it computes the cache's whole storage, and is captured again when that changes.
+it computes the cache's whole storage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Captured:
 
 
 class StepGraphs:
-    """A storage that changes at every token would not pay, so a graph is captured when one is met again."""
+    """Captures a graph when a storage is met again. One that changes at every token would not pay."""
 
     def __init__(
         self,
@@ -79,7 +79,6 @@ class StepGraphs:
 
 
 def _live(groups: Groups) -> list[tuple[int, int]]:
-    """The ranges of each group's rows among all places."""
     begins = [0, *accumulate(group.room_for_rows for group in groups)]
     return [(begin, begin + len(group.rows)) for begin, group in zip(begins, groups, strict=False)]
 

@@ -1,7 +1,5 @@
 """`Trainer`: a trainable model with its gradients and optimizer. `EmbeddedTrainingClient`: Tinker's
 TrainingClient.
-
-Losses are sums over tokens, so gradients do not depend on packing.
 """
 
 from __future__ import annotations
@@ -77,10 +75,10 @@ class Example:
     """int64 [T]"""
 
     inputs: dict[str, np.ndarray]
-    """[T] each, including `MASK` and `TEMPERATURES`"""
+    """[T] each, with `MASK` and `TEMPERATURES`"""
 
     experts: np.ndarray | None = None
-    """uint8 [T, bytes]: experts to choose. None: as usual."""
+    """uint8 [T, bytes]: experts to choose."""
 
     images: Sequence[ImageFeatures] = ()
     """Held while `ids` stand for them."""
@@ -229,7 +227,7 @@ class Trainer:
         backward: bool,
         entropies: bool,
     ) -> Generator[None, None, tuple[list[np.ndarray], float]]:
-        """Each example's logprobs float32 [T], with entropies [2, T], and the loss."""
+        """Return each example's logprobs float32 [T], with entropies [2, T], and the loss."""
         outputs: list[np.ndarray] = [np.empty(0, np.float32)] * len(examples)
         loss_sum = 0.0
         for batch in batches:
@@ -357,7 +355,7 @@ class Trainer:
     def _loss(
         self, packed: Packed, examples: list[Example], losses_of: ConfiguredLoss, *, entropies: bool
     ) -> tuple[Tensor, Tensor]:
-        """The targets' logprobs (S,), or (2, S) with entropies, and the loss."""
+        """Return the targets' logprobs (S,), or (2, S) with entropies, and the loss."""
         device = self.model.device
         members = [examples[index] for index, _ in packed.sequences]
         arrays = {name: np.concatenate([e.inputs[name] for e in members]) for name in members[0].inputs}
@@ -455,7 +453,6 @@ class Trainer:
         return tensor
 
     def _clipped_norm(self, limit: float) -> float:
-        """Scale the gradient down to `limit`. Returns the norm before."""
         return float(torch.nn.utils.clip_grad_norm_(self.weights.parameters, limit, foreach=True))
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -486,7 +483,7 @@ class Trainer:
 
 
 def _named(rows: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Of `target_logprobs`: (1, T), (2, T) with entropies, or (1 + 2 K, T) with the most probable tokens."""
+    """`rows` are (1, T), (2, T) with entropies, or (1 + 2 K, T) with the most probable tokens."""
     top = len(rows) // 2 if len(rows) > 2 else 0
     yield "logprobs", rows[0]
     if len(rows) == 2:

@@ -52,7 +52,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model, without dropout, from a local folder only.
 
-    `dtype`: `auto` keeps the files'. Raises EngineError if it cannot be loaded, or holds a LoRA adapter.
+    `dtype`: `auto` keeps the files'. Raises EngineError, also for a LoRA adapter.
     """
     if (folder / ADAPTER_CONFIG).is_file():
         raise EngineError(
@@ -84,8 +84,7 @@ def load_model(
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Keep only each layer's inputs for backward, which recomputes the rest.
 
-    Hugging Face's implementation needs training mode, with dropout. Raises EngineError for layers without
-    support.
+    Hugging Face's implementation needs training mode, with dropout.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
@@ -148,7 +147,6 @@ def save_checkpoint(
 
 
 def load_optimizer_state(folder: Path) -> dict[str, Any]:
-    """Raises EngineRequestError if the checkpoint has none."""
     path = folder / OPTIMIZER_FILE
     if not path.is_file():
         raise EngineRequestError(

@@ -28,10 +28,10 @@ ChatMessage = dict[str, Any]
 
 class MessageImage(TypedDict):
     at: int
-    """Characters of the content before it."""
+    """Characters of the content before the image."""
 
     sha256: str
-    """The file's, in hex."""
+    """The file's digest, in hex."""
 
     width: int
     height: int
@@ -155,7 +155,7 @@ def is_encodable(text: str) -> bool:
 
 
 def continued(history: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Append `messages`, dropping earlier requests' instructions."""
+    """Append `messages`, and drop earlier requests' instructions."""
     first = [message for message in messages if message.get("instructions")]
     kept = [message for message in history if not message.get("instructions")]
     return first + kept + messages[len(first) :]

@@ -129,7 +129,7 @@ class ChatTemplate:
         clock: Callable[[], datetime] = datetime.now,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Templates: `default`, and perhaps `tool_use` for requests with tools. Raises ConfigError."""
+        """`templates`: `default`, and perhaps `tool_use` for requests with tools."""
         if "default" not in templates:
             names = ", ".join(sorted(templates))
             raise ConfigError(f"{origin} has chat templates, and none is called `default`: {names}")
@@ -282,9 +282,9 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def templates_with_defaults(folder: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the template files by name, with `kwargs` as defaults; empty without any.
+    """Return the template files by name, with `kwargs` as defaults.
 
-    A checkpoint with them prompts as in training wherever it is served.
+    With them, a checkpoint prompts as in training wherever it is served.
     """
     if not kwargs:
         return {}
@@ -362,8 +362,6 @@ def _short_id(call_id: str) -> str:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the model's text."""
-
     tags = {"generation"}  # noqa: RUF012, as in the base class
 
     def parse(self, parser: Parser) -> nodes.Node:

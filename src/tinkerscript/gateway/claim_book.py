@@ -1,6 +1,6 @@
 """`ClaimBook` is what the gateway needs from the server: it checks keys and stores calls.
 
-A call is only recorded for a claim that holds its lease; others get GatewayError 409 `claim_lost`.
+A claim without its lease gets GatewayError 409 `claim_lost`.
 """
 
 from __future__ import annotations

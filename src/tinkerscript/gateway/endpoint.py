@@ -143,9 +143,9 @@ def create_gateway(
 ) -> Gateway:
     """Create the gateway for the model in `model_folder`, called `model_name` in replies.
 
-    `accepted_names`: more names for the policy; with none and no roles, any. `outside`: servers by role.
-    `sampled`: chat formats of the roles that `sampler` serves. `frozen`: roles that follow the program's
-    sampling parameters. `no_images`: why a role (empty: the policy) takes none. Raises ConfigError.
+    `accepted_names`: more names for the policy; with none and no roles, any name is accepted. `outside`:
+    servers by role. `sampled`: chat formats of the roles that `sampler` serves. `frozen`: roles that follow
+    the program's sampling parameters. `no_images`: why a role (empty: the policy) takes none.
     """
     no_images = no_images or {}
     names = list(dict.fromkeys([model_name, POLICY, model_folder.name, *accepted_names]))

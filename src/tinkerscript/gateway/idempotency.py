@@ -1,7 +1,7 @@
 """`IdempotencyCache` finds requests that repeat an earlier one and should get its reply:
 
-- Requests with that one's `Idempotency-Key`, even after a restart. They wait while it is in flight; if it
-  fails, one takes its place.
+- Requests with the earlier one's `Idempotency-Key`, even after a restart. They wait while it is in flight; if
+  it fails, one takes its place.
 - Retries (`x-stainless-retry-count` above 0, from OpenAI's and Anthropic's clients) with the body of a
   request that is being recorded, or was after a disconnect. Each original serves one retry, and none after a
   restart.
@@ -50,7 +50,7 @@ class Attempt:
 
 class IdempotencyCache:
     def __init__(self, calls: Iterable[Call] = ()) -> None:
-        """`calls`: from before a restart, oldest first."""
+        """`calls` are from before a restart, oldest first."""
         self._in_flight: dict[str, Attempt] = {}
         self._keyless: list[Attempt] = []
 

@@ -49,10 +49,9 @@ def file_of(url: str, where: str) -> bytes:
 
 
 def read_image(url: str, at: int, where: str) -> tuple[MessageImage, bytes]:
-    """Raises GatewayError 400 for anything but a data URL of a whole PNG, JPEG or WebP file within the
-    limits.
+    """Decode a data URL of a PNG, JPEG or WebP file within the limits, so that later steps can decode it too.
 
-    Decodes the file, so that later steps can.
+    Raises GatewayError 400.
     """
     data = file_of(url, where)
     try:
@@ -94,7 +93,7 @@ class ImageFormat:
 
     @classmethod
     def of(cls, folder: Path, tokenizer: LightTokenizer) -> ImageFormat | None:
-        """None if the model takes no images. Raises ConfigError without a placeholder."""
+        """Return None if the model takes no images."""
         if not reads_images(folder):
             return None
         base = base_of_adapter(folder) or folder
@@ -182,6 +181,5 @@ def _even(side: int) -> int:
 
 
 def files_in(messages: Iterable[ChatMessage], images: Iterable[PlacedImage]) -> dict[str, bytes]:
-    """Return the files of `images`, which are in `messages`, by digest."""
     found = (image["sha256"] for message in messages for image in images_of(message))
     return {digest: image.data for digest, image in zip(found, images, strict=True)}

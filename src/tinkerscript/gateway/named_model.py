@@ -116,7 +116,6 @@ class NamedModel(ABC):
         role: str = "",
         no_images: str | None = None,
     ) -> None:
-        """`role` is empty for the policy."""
         self.name = name
         self.role = role
         self.max_context: int | None = None  # Tokens of prompt and reply together.

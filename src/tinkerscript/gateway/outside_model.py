@@ -1,7 +1,6 @@
 """`OutsideModel` answers the calls of a role from an outside server.
 
-Only text is known, so calls never train. Every answer counts toward the claim's limits, even after a
-disconnect.
+Only text is known, so calls never train. Answers count toward the claim's limits, even after a disconnect.
 """
 
 from __future__ import annotations

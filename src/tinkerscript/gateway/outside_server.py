@@ -194,7 +194,7 @@ def _tool_call(position: int, call: _ToolCall) -> dict[str, Any]:
 async def outside_servers(
     config: RunConfig, environ: Mapping[str, str], *, processes: int = 1
 ) -> AsyncGenerator[dict[str, OutsideServer]]:
-    """`processes` share the limit of open requests. Raises ConfigError for an unset key."""
+    """`processes` share the limit of open requests."""
     async with AsyncExitStack() as stack:
         servers: dict[str, OutsideServer] = {}
         for name, role in config.episode_roles.items():

@@ -32,7 +32,7 @@ class PartialReply:
         cut_at: Sequence[str] = (),
         plain: bool = False,
     ) -> None:
-        """With `plain` all text is content; with neither it nor a `reply_format`, there is no text."""
+        """With `plain`, all text is content. Without it and a `reply_format`, there is no text."""
         self._token_bytes = token_bytes
         self._format = reply_format or ReplyFormat()
         calls = self._format.calls if tool_calls and not plain else None

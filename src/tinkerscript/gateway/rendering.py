@@ -1,7 +1,7 @@
 """`ChatRenderer` turns messages into token ids and sampled ids back into messages.
 
 It uses the model's renderer from the `renderers` library if that writes the chat template's prompts,
-otherwise the template. `extend` keeps sampled ids.
+otherwise the template.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class ChatRenderer:
         """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`, or None
         if the chat format cannot continue.
 
-        `tail` is the last turn's prompt, so that the cost does not grow; chat templates need the `history`.
+        `tail` is the last turn's prompt, so that the cost does not grow. Chat templates need the `history`.
         """
         if self._renderer is None:
             conversation = history()

@@ -45,7 +45,6 @@ class TemplateRendering:
     """Messages and tools have marks already."""
 
     def __init__(self, template: ChatTemplate, tokenizer: LightTokenizer, folder: Path) -> None:
-        """Raises ConfigError if the template cannot write a reply or no token ends one."""
         self._template = template
         self._tokenizer = tokenizer
         self.images = ImageFormat.of(folder, tokenizer)
@@ -109,7 +108,6 @@ class TemplateRendering:
             return None
         if sampled and sampled[-1] in self.stop_ids:
             ids = self._tokenizer.encode(self._expanded(whole[end:], messages))
-            # GLM's next token ends the reply.
             # GLM's template does not end a reply; the next token does.
             return ids[1:] if self._ends_turns or ids[:1] == [sampled[-1]] else None
         if not self.format.split_reasoning(self._tokenizer.decode(sampled))[2]:

@@ -1,8 +1,8 @@
 """Reads the tokens in a reply of an OpenAI-compatible server: ids, logprobs, and the prompt's ids.
 
-Invariants: ids are read, never guessed, from the first of `SOURCES` that the server reported. Sources must
-agree, and ids and logprobs must have the same length. Raw vocabulary pieces (`Ġhello`) become ids only if the
-caller declares them, or with proof (`ids_of_pieces`).
+Ids are read from the first of `SOURCES` that the server reported. Sources must agree, and ids and logprobs
+must have the same length. Raw vocabulary pieces (`Ġhello`) become ids only if the caller declares them, or
+with proof (`ids_of_pieces`).
 """
 
 from __future__ import annotations
@@ -140,7 +140,6 @@ def _prompt_ids(choice: Mapping[str, Any], response: Mapping[str, Any]) -> IntAr
 
 
 def _logprobs(choice: Mapping[str, Any]) -> FloatArray | None:
-    """float32 [R], or None. Raises AlignmentError for values that are no logprobs."""
     logprobs = _section(choice, "logprobs")
     if logprobs.get("content"):
         values = [entry.get("logprob") for entry in logprobs["content"]]

@@ -9,9 +9,9 @@
 
 Modeled on Marin's `InferenceContext` (github.com/marin-community/marin, issue 1744).
 
-Invariants: the server's prompt ids take precedence over a local rendering. Sampled ids are read from the
-reply, or the choice is refused. Everything in a request that changes the sampled distribution is on the call,
-or makes its tokens constrained.
+The server's prompt ids take precedence over a local rendering. Sampled ids are read from the reply, or the
+choice is refused. Everything in a request that changes the sampled distribution is on the call, or makes its
+tokens constrained.
 """
 
 from __future__ import annotations
@@ -318,7 +318,6 @@ def _is_ids(prompt: PromptLike) -> bool:
 
 
 def _given(turn: InferenceTurn) -> dict[str, Any]:
-    """Raises AlignmentError for penalties that change logprobs as tokens repeat."""
     request = turn.request or {}
     given = {**request, **cast("Mapping[str, Any]", request.get("extra_body") or {})}
     for name in ("presence_penalty", "frequency_penalty"):

@@ -130,7 +130,7 @@ def group_parents() -> list[Path]:
 
 
 def _parent_of(controller: str) -> tuple[Path | None, str]:
-    """Return the group below which this process may limit `controller`, and the limit's file."""
+    """Return the group in which this process may limit `controller`, and the limit's file."""
     for number, controllers, path in _own_groups():
         if controller in controllers:
             file = "memory.limit_in_bytes" if controller == "memory" else "pids.max"
@@ -229,7 +229,6 @@ class Bubblewrap:
     """Belongs to the event loop that starts it."""
 
     def __init__(self, limits: ResourceLimits = NO_LIMITS) -> None:
-        """Raises IsolationError if a program is missing or a limit cannot be enforced."""
         for program, package in (("bwrap", "bubblewrap"), ("nsenter", "util-linux")):
             if shutil.which(program) is None:
                 raise IsolationError(f"{program} is not installed; install it: apt-get install {package}")

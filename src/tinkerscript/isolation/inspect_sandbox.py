@@ -62,7 +62,7 @@ _HONORED = {"environment", "mem_limit", "pids_limit", "working_dir"}
 
 
 def settings_of(config: SandboxEnvironmentConfigType | None) -> BubblewrapSettings:
-    """Accepts a Compose file with one service, as in Harbor's tasks. Raises IsolationError."""
+    """Accepts a Compose file with one service, as in Harbor's tasks."""
     match config:
         case None:
             return BubblewrapSettings()
@@ -124,7 +124,6 @@ class BubblewrapSandbox(SandboxEnvironment):
     async def sample_init(
         cls, task_name: str, config: SandboxEnvironmentConfigType | None, metadata: dict[str, str]
     ) -> dict[str, SandboxEnvironment]:
-        """Raises IsolationError."""
         settings = settings_of(config)
         bubblewrap = Bubblewrap(settings)
         try:

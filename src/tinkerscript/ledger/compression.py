@@ -83,7 +83,7 @@ class Packer:
 
 
 def trained(samples: list[bytes]) -> bytes:
-    """Empty for too few bytes. Takes tens of milliseconds, without the interpreter's lock."""
+    """Return a dictionary, or b"" for too few bytes. Takes tens of milliseconds, without the GIL."""
     try:
         return zstandard.train_dictionary(DICTIONARY_BYTES, [*samples]).as_bytes()
     except zstandard.ZstdError:
@@ -108,7 +108,7 @@ def unpacked(data: bytes, dictionaries: Dictionaries = NO_DICTIONARIES, *, limit
     """Undo the compression, if any.
 
     Raises ValueError for a broken frame, an unknown dictionary, or (before unpacking) more than `limit`
-    bytes; None: `MAX_CALL_BYTES`.
+    bytes. None means `MAX_CALL_BYTES`.
     """
     if not data.startswith(zstandard.FRAME_HEADER):
         return data

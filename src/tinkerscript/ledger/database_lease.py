@@ -62,7 +62,7 @@ class DatabaseLease:
         self._silence: asyncio.TimerHandle | None = None
 
     async def take(self) -> int:
-        """Returns the epoch. Raises psycopg.Error."""
+        """Take the lease and return its epoch. Raises psycopg.Error."""
         waiting = False
         while not await self._try():
             if not waiting:

@@ -1,5 +1,3 @@
-"""`recorded_groups`: a run's episodes as groups of rollouts."""
-
 from __future__ import annotations
 
 import sqlite3
@@ -55,8 +53,7 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
     """Yield a run's training episodes with a result, by group, oldest first.
 
     A group may be smaller than planned, and need not have trained. It lacks episodes that are misaligned,
-    lost their calls to `recording_limit_mb` or could not be judged. Judges' verdicts replace rewards. Raises
-    ConfigError if the folder has no such ledger.
+    lost their calls to `recording_limit_mb` or could not be judged. Judges' verdicts replace rewards.
     """
     path = run_dir / LEDGER_FILE
     if not path.is_file():

@@ -483,7 +483,6 @@ def margin_of(values: Sequence[float]) -> float:
 
 
 def gain(before: SampleScores, after: SampleScores) -> Gain | None:
-    """None if fewer than two samples have both scores."""
     changes: list[float] = []
     for sample in before.keys() & after.keys():
         old, new = before[sample][0], after[sample][0]

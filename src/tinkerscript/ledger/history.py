@@ -132,7 +132,7 @@ def check_covers(last_step: int, checkpoints: Collection[int]) -> None:
 
 
 async def begin(ledger: Ledger, checkpoints: Collection[int], *, time: float) -> Beginning:
-    """Does not wait for the commit. Raises ConfigError."""
+    """Like `find_beginning`, and undo the later steps, without waiting for the commit."""
     beginning = await find_beginning(ledger, checkpoints)
     undo_later(ledger, beginning.history, time=time)
     return beginning

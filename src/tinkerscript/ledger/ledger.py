@@ -91,21 +91,18 @@ class Ledger(ABC):
 
     @abstractmethod
     async def write(self, batch: WriteBatch) -> None:
-        """Commit all of `batch` or nothing. Never called concurrently. Raises StoreError."""
+        """Commit all of `batch` or nothing. Never called concurrently."""
 
     @abstractmethod
     async def release(self) -> None:
         pass
 
     async def lead(self) -> int:
-        """Wait until only this server may write. Returns an epoch higher than any before; 0 if not shared.
-
-        Raises StoreError.
-        """
+        """Wait until only this server may write. Returns an epoch higher than any before; 0 if not shared."""
         return 0
 
     async def agree(self, name: str, value: bytes) -> bytes:
-        """Return the first `value` that any server of the run stored under `name`. Raises StoreError."""
+        """Return the first `value` that any server of the run stored under `name`."""
         return value
 
     async def rows(self, kind: type[R], rest: str = "", parameters: Sequence[Any] = ()) -> list[R]:
@@ -180,7 +177,7 @@ class Ledger(ABC):
         self._open_batch().callbacks.append(callback)
 
     async def durable(self) -> None:
-        """Wait until all writes so far are committed. Raises StoreError."""
+        """Wait until all writes so far are committed."""
         if self._failure is not None:
             raise self._failure
         if self._committing is not None:
@@ -189,15 +186,16 @@ class Ledger(ABC):
             await future
 
     async def failed(self) -> NoReturn:
-        """Wait for a commit to fail, and raise its StoreError. Then stop the server: memory is ahead of the
-        ledger.
+        """Wait for a commit to fail, and raise its StoreError.
+
+        Then stop the server, because memory is ahead of the ledger.
         """
         while self._failure is None:
             await self._failed.wait()
         raise self._failure
 
     async def close(self) -> None:
-        """Commits pending writes. Raises a StoreError that was not raised before."""
+        """Commit pending writes. Raises an error that was not raised before."""
         known = self._failure
         try:
             if self._training:

@@ -1,8 +1,7 @@
 """`PostgresLedger`: the ledger in a PostgreSQL schema, for servers that take over from each other.
 
 A transaction is one message (simple query protocol), so a server suspended while sending it holds no lock,
-and a pooler may switch sessions. Only batches over `MESSAGE_BYTES` take several. A server that loses the
-lease or the database no longer reads or writes.
+and a pooler may switch sessions. Only batches over `MESSAGE_BYTES` take several.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class PostgresLedger(Ledger):
     is_shared = True
 
     def __init__(self, url: str, folder: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
-        """Does not connect yet. Raises ConfigError for an invalid URL."""
+        """Does not connect yet."""
         super().__init__()
         self._conninfo, self._schema = split_url(url, folder)
         self._name = f"database {_named(self._conninfo)}, schema {self._schema}"
@@ -129,7 +128,7 @@ class PostgresLedger(Ledger):
             await connection.close()
 
     async def _open(self) -> Connection:
-        """Three connections keep long reads and writes from delaying the lease's renewals."""
+        """Open three connections, so that long reads and writes do not delay the lease's renewals."""
         if self._lost:
             raise StoreError(f"{self._name}: {self._lost}")
         async with self._opening:
@@ -298,7 +297,7 @@ def _unescaped(value: Any) -> Any:
 
 
 def split_url(url: str, folder: Path) -> tuple[str, str]:
-    """Split off the schema that `?schema=NAME` names or the folder implies. Raises ConfigError."""
+    """Split off the schema that `?schema=NAME` names or the folder implies."""
     parts = urlsplit(url)
     query = parse_qsl(parts.query, keep_blank_values=True)
     named = [value for name, value in query if name == "schema"]

@@ -1,5 +1,3 @@
-"""`PostgresReading` reads a run's PostgreSQL ledger for people."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,10 +14,9 @@ from tinkerscript.ledger.rows import LEDGER_VERSION
 
 
 class PostgresReading(Reading):
-    """Queries are read-only transactions."""
+    """Reads a run's PostgreSQL ledger in read-only transactions."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        """Raises ConfigError for an unreachable database or another version."""
         conninfo, self._schema = split_url(url, folder)
         self._empty: Reading | None = None
         try:

@@ -38,8 +38,8 @@ class LedgerReader:
         """`store` is the config's `interchange_server.store`. Empty: the one in the folder's config, if it is
         a file in the folder or equals the user's environment variable.
 
-        Raises ConfigError without a run, or for a ledger of another version or an unreadable one. Until the
-        ledger exists, queries return nothing.
+        Raises ConfigError without a run, or for an unreadable ledger or another version's. Until the ledger
+        exists, queries return nothing.
         """
         self.folder = folder
         self._config: tuple[int, dict[str, Any]] = (0, {})
@@ -53,7 +53,7 @@ class LedgerReader:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Reread when it changes. Raises ConfigError."""
+        """The run's config, reread when it changes."""
         path = self.folder / CONFIG_FILE
         try:
             changed = path.stat().st_mtime_ns
@@ -92,7 +92,7 @@ class LedgerReader:
         return lambda: SqliteReading(file_of(self._store, self.folder))
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> Rows:
-        """The SELECT must suit both databases. Raises StoreError."""
+        """The SELECT must suit both databases."""
         found: Reading | None = getattr(self._of_thread, "reading", None)
         if found is None or not found.is_there:
             found = self._of_thread.reading = self._connect()
@@ -132,7 +132,6 @@ class LedgerReader:
             raise NotRecordedError(f"the ledger holds something else than calls: {error}") from error
 
     def sequences(self, sequence: int) -> dict[int, list[TrainedSequence]]:
-        """Step -> sequences of all roles. Raises NotRecordedError."""
         query = "SELECT step, sequences FROM tokens WHERE episode = ? AND undone = 0 ORDER BY step, role"
         found: dict[int, list[TrainedSequence]] = {}
         try:
@@ -152,7 +151,7 @@ class LedgerReader:
         return [attempt for (attempt,) in self.rows(query, (sequence,))]
 
     def transcript(self, sequence: int, attempt: int) -> bytes:
-        """Packed (see `unpacked`). Empty without a transcript."""
+        """Return the packed transcript (see `unpacked`), or b""."""
         query = "SELECT transcript FROM transcripts WHERE episode = ? AND attempt = ?"
         found = self.row(query, (sequence, attempt))
         return b"" if found is None else bytes(found[0])
@@ -179,7 +178,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Name -> folder of the run at `root`, or the runs in it. Raises ConfigError if none."""
+    """Return the folder of the run at `root`, or of the runs in it, by name. Raises ConfigError if none."""
     if is_run(root):
         root = root.resolve()
         return {root.name: root}

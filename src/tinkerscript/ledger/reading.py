@@ -60,7 +60,7 @@ class Reading(ABC):
 
 class SqliteReading(Reading):
     def __init__(self, path: Path | None) -> None:
-        """None: empty. Raises ConfigError for another version or an unreadable file."""
+        """Without a path, it is empty. Raises ConfigError for an unreadable file or another version's."""
         self._path = path
         try:
             self._connection = self._opened(path)

@@ -44,9 +44,6 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return len(getattr(self, self.PACKED)) if self.PACKED else 0
 
 
-# What the server writes
-
-
 class SampleRow(Row, frozen=True, kw_only=True):
     TABLE = "samples"
     KEY = ("digest",)
@@ -86,7 +83,7 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     pool: str
     group_size: int
     step: int
-    """First step that could train on it, or the step before its evaluation; 0 for a client's sample."""
+    """First step that could train on it, or the step before its evaluation. 0: a client's sample."""
 
     label: str = ""
     """Label of its evaluation, such as `before`."""
@@ -108,7 +105,7 @@ class EpisodeRow(Row, frozen=True, kw_only=True):
     """Unix time in seconds."""
 
     offered: int = 0
-    """1: a trainer knows of its failure."""
+    """1: a trainer knows that it failed."""
 
     consumed: int = 0
     """1: a step or evaluation used it or left it out, or a resumption gave it up."""

@@ -54,7 +54,6 @@ _CALLS_SIZE = "SELECT coalesce(sum(length(call)), 0) FROM calls WHERE episode = 
 
 class SqliteLedger(Ledger):
     def __init__(self, path: Path, *, durability: Literal["normal", "full"] = "normal") -> None:
-        """Raises StoreError for a file of another version."""
         super().__init__()
         full = durability == "full"
         self._path, self._log = path, f"{path.resolve()}-wal"
@@ -145,7 +144,7 @@ class SqliteLedger(Ledger):
             self._check_copy()
 
     def _check_copy(self) -> None:
-        """A copy made during a write may mix pages of two states. Raises StoreError."""
+        """Check a copied file: one made during a write may mix pages of two states."""
         run, inode = self._connection.execute, self._inode()
         (found,) = run("SELECT value FROM facts WHERE name = ?", (_INODE,)).fetchone()
         if found == inode:

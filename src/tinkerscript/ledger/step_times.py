@@ -32,7 +32,7 @@ class StepTimes(BaseModel):
 
 
 def step_times(ledger: LedgerReader) -> StepTimes | None:
-    """None before the first step, and for runs that do not measure model calls."""
+    """Return None before the first step, and for runs that do not measure model calls."""
     query = """
         SELECT name, sum(value) FROM metrics WHERE undone = 0 AND name IN (?, ?, ?, ?, ?)
         AND step > (SELECT max(step) FROM steps WHERE undone = 0) - ? GROUP BY name

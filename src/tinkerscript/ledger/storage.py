@@ -1,5 +1,3 @@
-"""`StorageLimit`: bounds the bytes of a ledger's calls, tokens and transcripts."""
-
 from __future__ import annotations
 
 import logging
@@ -37,8 +35,10 @@ class StorageLimit:
         replay_lag: int = 0,
         empty: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None,
     ) -> None:
-        """`limit_mb`: in MiB; 0: no limit. `replay_lag`: episodes of so many steps before a checkpoint may
-        still train after it. `empty` gets uuids to empty, and returns those that may be; None: all.
+        """`limit_mb` is in MiB (0: no limit).
+
+        `replay_lag`: episodes of so many steps before a checkpoint may still train after it. `empty` gets
+        uuids to empty, and returns those that may be (None: all).
         """
         self._ledger = ledger
         self._limit = limit_mb * 2**20

@@ -34,7 +34,7 @@ class TrainedSequence(msgspec.Struct, frozen=True, kw_only=True):
     """float32 [S], before the step's first update."""
 
     entropies: bytes = b""
-    """float16 [S]: of the trainer's distribution, in nats."""
+    """float16 [S]: entropy of the trainer's distribution, in nats."""
 
     advantages: bytes = b""
     """float32 [S], or [1] if all are equal: input of the loss, before averaging."""
@@ -59,7 +59,6 @@ def packed_sequences(sequences: Sequence[TrainedSequence]) -> bytes:
 
 
 def unpacked_sequences(data: bytes, dictionaries: Dictionaries = NO_DICTIONARIES) -> list[TrainedSequence]:
-    """Undo `packed_sequences` and the ledger's compression. Raises ValueError for other bytes."""
     try:
         return _decode(unpacked(data, dictionaries))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

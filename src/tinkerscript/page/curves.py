@@ -1,5 +1,3 @@
-"""Metric curves, config differences between runs, and token alignment over time."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -82,7 +80,6 @@ def curves(ledger: LedgerReader, names: Iterable[str], *, points: int = 400) -> 
 
 
 def config_differences(configs: Mapping[str, Mapping[str, Any]]) -> list[ConfigDifference]:
-    """Compare runs, or a single run with the defaults."""
     if len(configs) == 1:
         configs = {"default": RunConfig().model_dump(mode="json"), **configs}
     flat = {run: dict(_flat(config)) for run, config in configs.items()}

@@ -1,5 +1,3 @@
-"""Compare evaluations sample by sample, and show a sample over policy versions."""
-
 from __future__ import annotations
 
 import json
@@ -79,7 +77,6 @@ SELECT min(a.policy_version), count(*), avg(reward) FROM episodes AS e
 
 
 def compare(ledger: LedgerReader, query: ComparisonQuery) -> Comparison:
-    """Raises NotRecordedError."""
     every = evaluations(ledger)
     if not every:
         raise NotRecordedError("the run has not been evaluated yet")
@@ -146,7 +143,6 @@ class SampleContent:
 
 
 def sample_of(ledger: LedgerReader, digest: str | None) -> SampleContent | None:
-    """Raises NotRecordedError for a malformed digest."""
     try:
         row = ledger.row("SELECT payload FROM samples WHERE digest = ?", (bytes.fromhex(digest or ""),))
     except ValueError as error:
@@ -189,7 +185,6 @@ def as_text(value: Any) -> str:
 def sample_view(
     ledger: LedgerReader, digest: str, *, before: int | None = None, limit: int = 50
 ) -> SampleView:
-    """Raises NotRecordedError."""
     sample = sample_of(ledger, digest)
     if sample is None:
         raise NotRecordedError(f"the run has no sample {digest!r}")

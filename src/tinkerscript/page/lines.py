@@ -163,7 +163,7 @@ def line(ledger: LedgerReader, episode: Episode) -> EpisodeLine:
 
 
 def lines(ledger: LedgerReader, rest: str, parameters: Sequence[Any], *, limit: int) -> list[EpisodeLine]:
-    """`rest` must be a query that an index answers."""
+    """An index must answer the query `rest`."""
     return [line(ledger, each) for each in episodes(ledger, f"{rest} LIMIT {limit}", parameters)]
 
 
@@ -245,7 +245,7 @@ _read_result = msgspec.json.Decoder(StoredResult).decode
 
 
 def result_of(ledger: LedgerReader, sequence: int) -> StoredResult:
-    """Empty if the episode failed. Raises NotRecordedError."""
+    """Return an empty result if the episode failed."""
     found = ledger.row("SELECT result FROM results WHERE episode = ?", (sequence,))
     try:
         return _read_result(bytes(found[0])) if found is not None else StoredResult()
@@ -316,7 +316,6 @@ class Query:
 
 
 def parse(text: str) -> Query:
-    """Raises NotRecordedError for a malformed condition."""
     words: list[str] = []
     conditions: list[tuple[str, str, str]] = []
     for match in _TERM.finditer(text[:MAX_QUERY_CHARS]):
@@ -336,7 +335,6 @@ def parse(text: str) -> Query:
 
 
 def search(ledger: LedgerReader, text: str, *, before: int | None = None, limit: int = 50) -> SearchPage:
-    """Raises NotRecordedError for a malformed query."""
     query = parse(text)
     if named := lines(ledger, "e.uuid = ?", (text.strip(),), limit=1):
         return SearchPage(episodes=named, next=None)

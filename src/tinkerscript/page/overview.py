@@ -41,7 +41,7 @@ class PhaseProgress(BaseModel):
 
 
 class EvaluationProgress(BaseModel):
-    """A resumed run makes it again."""
+    """An unfinished evaluation, which a resumed run makes again."""
 
     label: str
     step: int
@@ -66,7 +66,7 @@ class FailureCount(BaseModel):
 
 
 class Health(BaseModel):
-    """Counted over the whole run."""
+    """Figures over the whole run."""
 
     episodes: int = Field(description="Training episodes with a result.")
     failed: int
@@ -208,7 +208,6 @@ def state(status: dict[str, Any]) -> State:
 
 
 def evaluations(ledger: LedgerReader, *, newest: int | None = None) -> list[Evaluation]:
-    """Return all evaluations, or the first and the `newest` ones."""
     columns = "label, step, time, policy_version, score, accepted, failed"
     query = f"SELECT {columns} FROM evaluations WHERE undone = 0 ORDER BY step, time"
     rows = ledger.rows(query)

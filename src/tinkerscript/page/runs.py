@@ -63,7 +63,6 @@ class Runs:
             return self._folders
 
     def ledger(self, name: str) -> LedgerReader:
-        """Raises NotRecordedError."""
         folder = self.folders().get(name)
         if folder is None:
             known = ", ".join(list(self._folders)[:10])
@@ -82,14 +81,13 @@ class Runs:
         return found
 
     def ledger_of(self, episode_uuid: str) -> tuple[str, LedgerReader]:
-        """Raises NotRecordedError."""
         for name, ledger in self.readable().items():
             if ledger.number("SELECT sequence FROM episodes WHERE uuid = ?", (episode_uuid,)) is not None:
                 return name, ledger
         raise NotRecordedError(f"no run here has an episode {episode_uuid!r} that ended")
 
     def delete(self, name: str) -> None:
-        """Raises NotRecordedError, OSError, and ConflictError if it is in progress."""
+        """Raises OSError, and ConflictError for a run in progress."""
         ledger = self.ledger(name)
         folder = ledger.folder
         if folder.parent != self.root or folder.is_symlink():
@@ -135,7 +133,6 @@ class RunServer:
         self._fleet: tuple[float, dict[str, Any]] = (-FRESH_S, {})
 
     async def fleet(self) -> dict[str, Any]:
-        """Raises NotRecordedError if no server answers."""
         async with self._asking:
             at, found = self._fleet
             if time.monotonic() - at >= FRESH_S:

@@ -84,10 +84,7 @@ class SearchIndex:
             cls._known.pop(folder, None)
 
     def extend(self, first: int, last: int) -> int:
-        """Index some episodes, from `last` down. Return the number from which all are indexed.
-
-        Raises NotRecordedError.
-        """
+        """Index some episodes, from `last` down. Return the number from which all are indexed."""
         with self._at_work, _readable_errors("the search index"):
             ends = time.monotonic() + INDEX_S
             newest = int(self._ledger.number("SELECT coalesce(max(end_number), 0) FROM episodes") or 0)
@@ -101,7 +98,6 @@ class SearchIndex:
             return max(low, first)
 
     def find(self, words: list[str], first: int, last: int, limit: int) -> list[int]:
-        """Return the newest matches. Raises NotRecordedError."""
         match = " ".join(f'"{word.replace(chr(34), chr(34) * 2)}"*' for word in words)
         with self._at_work, _readable_errors(f"the search {match}"):
             return [number for (number,) in self._connection.execute(_MATCHES, (match, first, last, limit))]

@@ -1,5 +1,3 @@
-"""The list of training steps, and one step with its groups."""
-
 from __future__ import annotations
 
 from collections import defaultdict
@@ -78,7 +76,6 @@ def step_page(ledger: LedgerReader, *, before: int | None = None, limit: int = 5
 
 
 def step_view(ledger: LedgerReader, step: int, *, show: GroupFilter = "all", offset: int = 0) -> Step:
-    """Raises NotRecordedError for an unfinished step."""
     row = ledger.row(f"{_LINE} AND step = ?", (step,))
     if row is None:
         raise NotRecordedError(f"the run has no step {step} yet")

@@ -1,5 +1,3 @@
-"""A training sequence's tokens with their numbers."""
-
 from __future__ import annotations
 
 import math
@@ -26,7 +24,7 @@ Numbers = list[float | None]
 class Tokens(BaseModel):
     """The tokens [start, end) of a sequence, in lists of that length.
 
-    A number is null where it does not apply, a list if it was not recorded.
+    A number is null where it does not apply, and a list is null if it was not recorded.
     """
 
     sequence: int
@@ -62,7 +60,7 @@ def token_view(
     end: int | None = None,
     step: int | None = None,
 ) -> Tokens:
-    """`step` is by default the last that used them. Raises NotRecordedError."""
+    """`step` is by default the last that used them."""
     recorded = recorded_sequences(ledger, uuid)
     if recorded is None:
         raise NotRecordedError(f"the tokens of episode {uuid!r} are not recorded")
@@ -141,7 +139,7 @@ def _tokenizer(folder: Path) -> LightTokenizer:
 def pieces(model: str, ids: list[int], start: int, end: int) -> list[str]:
     """Return the texts of tokens [start, end).
 
-    Raises NotRecordedError for a model at a URL, which a foreign run folder could name.
+    Refuses a model at a URL, which a foreign run folder could name.
     """
     if "://" in model:
         raise NotRecordedError(f"the page fetches no tokenizer from {model}")

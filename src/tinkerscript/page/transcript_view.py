@@ -56,7 +56,7 @@ class TranscriptView(BaseModel):
 
 
 class Pool(msgspec.Struct):
-    """Shared by model calls."""
+    """Messages that several model calls share."""
 
     messages: list[msgspec.Raw] = []
 
@@ -86,7 +86,7 @@ _read_place = msgspec.json.Decoder(_Place).decode
 def transcript_view(
     ledger: LedgerReader, uuid: str, *, attempt: int | None = None, offset: int = 0
 ) -> TranscriptView:
-    """Return events, by default of the last attempt. Raises NotRecordedError."""
+    """Return events, by default of the last attempt."""
     number, attempts, attempt = _find_transcript(ledger, uuid, attempt)
     text = ledger.transcript(number, attempt)
     with _one_at_a_time:

@@ -1,1 +1,0 @@
-"""Start, watch and end the processes of a run."""

@@ -1,5 +1,3 @@
-"""The child processes of a run: the server, a served model's engine, and workers."""
-
 from __future__ import annotations
 
 import asyncio
@@ -53,7 +51,6 @@ class ServerAddress:
         return f"{parts.scheme}://{host}:{parts.port}"
 
     def trainer_keys(self) -> TrainerKeys | None:
-        """Raises ConfigError."""
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
 
 
@@ -68,7 +65,7 @@ def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Chil
 
 
 async def former_server_gone(folder: Path) -> None:
-    """Raises LinkError if a dead trainer's server does not end."""
+    """Wait for a dead trainer's server to end. Raises LinkError after `FORMER_SERVER_S`."""
     deadline = time.monotonic() + FORMER_SERVER_S
     while (lock := try_lock(folder / "server.lock")) is None:
         if time.monotonic() > deadline:
@@ -109,7 +106,7 @@ def _written_by(server: Child, path: Path) -> dict[str, Any] | None:
 
 
 def worker_command(config: RunConfig, url: str) -> str:
-    """For another machine, in a folder with the script or the task's file."""
+    """Return the command for another machine, in a folder with the script or the task's file."""
     interchange = config.interchange_server
     remote = interchange.public_base_url or remote_url(url, interchange.interchange_server_host)
     what = shlex.join(worker_arguments(config, elsewhere=True)) or "SCRIPT"
@@ -136,7 +133,7 @@ async def launched_ranks(
 ) -> AsyncGenerator[None]:
     """Run the trainer's ranks above 0 on other machines, with this process as rank 0, as torchrun would.
 
-    On one machine the engine starts them. Raises ChildFailedError.
+    On one machine the engine starts them.
     """
     ranks = [process for process in plan if process.name.startswith(f"{TRAINER_PROCESS} rank ")]
     if not ranks or launcher.shares_files:

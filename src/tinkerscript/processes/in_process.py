@@ -38,7 +38,6 @@ class ServerHere:
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[ServerInfo]:
-        """Raises ConfigError and StoreError."""
         serving = running_server(self._config, self._folder, environ=os.environ, gate=self._gate)
         async with serving as (info, task):
             task.add_done_callback(self._report)
@@ -46,8 +45,7 @@ class ServerHere:
 
     @asynccontextmanager
     async def working(self, link: TrainerLink, url: str) -> AsyncGenerator[None]:
-        """Run up to `workers.concurrency` episodes at once. Raises WorkerError for an unusable script or
-        task."""
+        """Run up to `workers.concurrency` episodes at once. Raises WorkerError."""
         workers, name = self._config.workers, f"{link.own_clients}0-0"
         tasks = [] if workers.script else self._config.all_tasks
         options = WorkerOptions(

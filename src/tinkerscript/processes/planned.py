@@ -88,7 +88,7 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def plan_of(config: RunConfig, folder: Path) -> list[PlannedProcess]:
-    """Order processes after those they wait for."""
+    """Return the processes, each after those that it waits for."""
     trainer = _trainer(config)
     page = [] if config.page_port == "off" else [page_process(config, folder)]
     if config.method == "sft":

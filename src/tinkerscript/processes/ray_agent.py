@@ -39,7 +39,7 @@ _FACT = re.compile(r"(class_name|actor_id|pid|name|namespace|ip): ")
 KILL_S = 2.0
 
 READ_BYTES = 65536
-OBJECT_STORE_BYTES = 100 * 2**20  # Of a private Ray; the run does not use it.
+OBJECT_STORE_BYTES = 100 * 2**20  # A run does not use a private Ray's object store.
 
 # Ray reads these variables at import.
 os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(HEAD_TIMEOUT_S))
@@ -314,7 +314,7 @@ def _of_cluster() -> str:
 
 
 def _why(error: Exception) -> str:
-    """In Ray's words, most informative first."""
+    """Return Ray's words, the most informative first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines[1:] if not _FACT.match(line)]
     return "\n".join([*telling, *lines[:1]]) or type(error).__name__

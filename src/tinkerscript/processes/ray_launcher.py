@@ -41,7 +41,6 @@ async def open_launcher(
     note: Callable[[str], None],
     room_s: float = ROOM_S,
 ) -> AsyncGenerator[Launcher]:
-    """Raises ConfigError if Ray is missing or the cluster is unusable."""
     if config.cluster.launcher == "local":
         yield LocalLauncher()
         return
@@ -68,8 +67,6 @@ async def open_launcher(
 
 
 class RayProcess(Started):
-    """A process that may still wait for room."""
-
     def __init__(self, number: int, send: Callable[[dict[str, Any]], None]) -> None:
         self.host, self.port = "", 0
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -111,7 +108,7 @@ class RayLauncher(Launcher):
         self._reading = asyncio.create_task(self._read(), name="ray agent")
 
     async def connect(self, config: RunConfig, plan: Sequence[PlannedProcess], room_s: float) -> None:
-        """Join the cluster, and wait for room for everything but the workers. Raises ConfigError."""
+        """Join the cluster, and wait for room for everything but the workers."""
         self._where = f" at {config.cluster.address}" if config.cluster.address else ""
         fixed = [
             process

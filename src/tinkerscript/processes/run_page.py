@@ -33,7 +33,7 @@ async def run_page(
     *,
     max_restarts: int = MAX_RESTARTS,
 ) -> AsyncGenerator[None]:
-    """Announce the page's URL, also to `on_page`. Without that, or with `page_port: off`, there is none."""
+    """Announce the page's URL, also to `on_page`. `on_page=None` and `page_port: off` mean no page."""
     if on_page is None or config.page_port == "off":
         yield
         return
@@ -76,10 +76,10 @@ async def _given_up(
 
 
 def _listen(config: RunConfig) -> tuple[socket.socket, list[str]]:
-    """Return a listening socket, and the TLS options of `view`. Raises OSError.
+    """Return a listening socket, and the TLS options of `view`.
 
-    It listens on the server's host if the admin token protects the page there, otherwise on this machine, as
-    does a trainer without the address or certificate of a remote server.
+    It listens on the server's host if the admin token protects the page there. Otherwise it listens on this
+    machine, as does a trainer without the address or certificate of a remote server.
     """
     section, port = config.interchange_server, config.page_port
     token = read_token(os.environ, ADMIN_TOKEN) or ""

@@ -12,13 +12,13 @@ from tinkerscript.lifecycle import last_lines
 from tinkerscript.processes.launcher import Child, Launcher, LocalLauncher
 
 CHILD_GRACE_S = 4.0
-"""Before SIGKILL. An interrupted run exits hard only later."""
+"""Seconds before SIGKILL. An interrupted run exits hard only later."""
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""For consecutive restarts; the last value repeats."""
+"""Pauses before consecutive restarts; the last one repeats."""
 
 STABLE_AFTER_S = 60.0
-"""A child that lived this long restarts at once."""
+"""A child that lived this long is restarted at once."""
 
 
 class Supervisor:

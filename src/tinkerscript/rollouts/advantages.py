@@ -1,7 +1,6 @@
 """From rewards to advantages, and to padded batches (docs/training.md#advantages).
 
-Nothing is truncated or shifted: position t of a row is token t of its sequence, and padding and tokens
-without loss have mask 0 and weight 0.
+Position t of a row is token t of its sequence. Padding and tokens without loss have mask 0 and weight 0.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ Baseline = Literal["group_mean", "leave_one_out", "running_mean", "sample_mean",
 Scale = Literal["none", "group_deviation", "group_mean", "batch_deviation", "running_deviation"]
 
 PAST_BASELINES = ("running_mean", "sample_mean")
-"""Baselines from rewards outside the group."""
 
 
 class Moments(msgspec.Struct, frozen=True):
@@ -53,7 +51,7 @@ class Moments(msgspec.Struct, frozen=True):
 
     @property
     def deviation(self) -> float:
-        """1 if all rewards are equal."""
+        """The sample deviation; 1 if all rewards are equal."""
         return math.sqrt(self.squares / (self.count - 1)) if self.squares > 0 else 1.0
 
 
@@ -126,7 +124,7 @@ class AdvantageRule:
         return (r.sum() - r) / (len(r) - 1)
 
     def divisor(self, rewards: Sequence[float], past: Past | None = None) -> float:
-        """1 for `none` and equal rewards. Infinite for `group_mean` without a positive mean."""
+        """Return 1 for `none` and equal rewards, and infinity for `group_mean` without a positive mean."""
         if self.scale == "running_deviation":
             return _known(past).deviation + EPSILON
         if self.scale in ("none", "batch_deviation") or max(rewards) == min(rewards):
@@ -206,7 +204,7 @@ class WeightedRollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The accepted episodes of one sample, which GRPO compares."""
+    """The accepted episodes of one sample."""
 
     group_id: str
     episodes: tuple[EpisodeRollouts, ...]
@@ -235,8 +233,10 @@ class RolloutGroup:
         return [episode.scores[name] for episode in self.episodes]
 
     def weighted(self, rule: AdvantageRule = PLAIN) -> Iterator[WeightedRollout]:
-        """Yield every sequence with its tokens' advantages: their returns (`Rollout.returns`, or the
-        episode's reward) minus the episode's baseline, divided by the group's scale.
+        """Yield every sequence with its tokens' advantages.
+
+        These are the tokens' returns (`Rollout.returns`, or the episode's reward) minus the episode's
+        baseline, divided by the group's scale.
         """
         baselines = rule.baselines(self.rewards, self.past)
         divisor = rule.divisor(self.rewards, self.past)
@@ -267,8 +267,9 @@ class RolloutBatch:
 
 
 def whitened(batch: Sequence[WeightedRollout]) -> list[WeightedRollout]:
-    """Normalize advantages to mean 0 and sample deviation 1 over all tokens with loss (Hu et al. 2025,
-    arXiv:2501.03262), unless all are equal.
+    """Normalize advantages to mean 0 and sample deviation 1 over all tokens with loss, unless all are equal.
+
+    Hu et al. 2025, arXiv:2501.03262.
     """
     every = np.concatenate([item.advantages[item.rollout.loss_mask] for item in batch]).astype(np.float64)
     if len(every) < 2 or every.max() == every.min():

@@ -60,7 +60,7 @@ def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 def pack_ids(ids: Sequence[int] | IntArray) -> bytes:
-    """Pack token ids [N] into little-endian int32 bytes."""
+    """Pack ids [N] as little-endian int32."""
     return np.asarray(ids, dtype="<i4").tobytes()
 
 
@@ -70,7 +70,7 @@ def unpack_ids(data: bytes) -> IntArray:
 
 
 def pack_logprobs(logprobs: Sequence[float] | FloatArray) -> bytes:
-    """Pack logprobs [N] into little-endian float32 bytes."""
+    """Pack logprobs [N] as little-endian float32."""
     return np.asarray(logprobs, dtype="<f4").tobytes()
 
 
@@ -130,7 +130,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """
 
     ids_from: str = "sampler"
-    """Source of `sampled` (`inference_ctx.IdsSource`)."""
+    """Where `sampled` is from (`inference_ctx.IdsSource`)."""
 
     prompt_from: Literal["server", "client"] = "server"
     """Who rendered the prompt; a client's ids may differ from the server's."""
@@ -252,10 +252,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Prompts(Mapping[str, bytes]):
-    """Full prompts by call id, as int32 bytes, built when looked up in O(prompt), to save memory."""
+    """Full prompts by call id, as int32 bytes. To save memory, a look-up builds them."""
 
     def __init__(self, calls: Iterable[Call]) -> None:
-        """`calls` list parents before children. Raises ValueError for missing parents and duplicate ids."""
+        """Parents come before children. Raises ValueError for missing parents and duplicate ids."""
         self._calls: dict[str, Call] = {}
         for call in calls:
             if call.parent_id is not None and call.parent_id not in self._calls:
@@ -323,7 +323,7 @@ def conversation_of(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def _with_parts(message: dict[str, Any], images: Iterator[PlacedImage]) -> dict[str, Any]:
-    """Add the message's images, the next of `images`."""
+    """Add the message's images, which come next in `images`."""
     content, begin = message["content"], 0
     parts: list[dict[str, Any]] = []
     for image in message.pop("images", ()):

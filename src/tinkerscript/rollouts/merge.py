@@ -1,6 +1,6 @@
 """`merge_calls`: calls -> training sequences, by exact token prefix (docs/tokens.md).
 
-Sequences are found by (length, last ids) and one comparison, so a call costs only its new tokens.
+A call costs only its new tokens, because sequences are found by (length, last ids) and one comparison.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _OpenSequences:
         self.all: list[_Sequence] = []
         self._index: dict[Key, list[_Sequence]] = {}
         self._lengths: list[int] = []
-        """Sorted, one per indexed sequence."""
+        """The indexed sequences' lengths, sorted."""
 
         self._newest: deque[_Sequence] = deque(maxlen=FORK_CANDIDATES)
 
@@ -180,7 +180,7 @@ def merge_calls(
 
 
 def _experts(segments: Sequence[Segment], length: int, calls: Mapping[str, Call]) -> ByteArray | None:
-    """Before a fork, the parents' calls recorded `Rollout.experts`."""
+    """Before a fork, the experts are on the parents' calls."""
     widths = {len(call.experts) // call.new_tokens for call in calls.values() if call.experts}
     if not widths:
         return None
@@ -218,7 +218,7 @@ def _shared_images(ours: list[PlacedImage], theirs: list[PlacedImage], shared: i
 
 
 def _common_prefix(ours: bytearray, theirs: bytearray, *, longer_than: int) -> int:
-    """Length in ids; 0 unless it exceeds `longer_than`."""
+    """Return the length in ids; 0 unless it exceeds `longer_than`."""
     enough = 4 * (longer_than + 1)
     with memoryview(ours) as view:
         if len(view) < enough or not theirs.startswith(view[:enough]):

@@ -39,7 +39,7 @@ Row = Mapping[str, Any]
 def write_parquet(path: str | Path, groups: Iterable[RolloutGroup]) -> int:
     """Write groups to a Parquet file. Returns the number of rows.
 
-    Raises ConversionError for a rollout that must not train or would not read back equal. A failure leaves an
+    Raises ConversionError for a rollout that must not train or would not read back equal, and then leaves an
     existing file as it was.
     """
     arrow, parquet = _pyarrow()

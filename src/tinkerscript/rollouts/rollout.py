@@ -204,7 +204,7 @@ class EpisodeRollouts:
     episode_uuid: str
     reward: float
     rollouts: tuple[Rollout, ...]
-    """One sequence, unless the history was edited."""
+    """One sequence, unless a prompt edited the history."""
 
     calls: tuple[Call, ...] = ()
     metadata: dict[str, object] = field(default_factory=dict[str, object])

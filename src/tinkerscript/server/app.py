@@ -1,5 +1,3 @@
-"""Assembles the server from a config and a run folder."""
-
 from __future__ import annotations
 
 import asyncio
@@ -118,7 +116,7 @@ async def create_server(
     """Assemble the server of a run folder, with the episodes in `ledger`. Binds nothing yet.
 
     `serve_model`: the client token is the model's API key. `environ`: clients' tokens. `outside` answers for
-    roles. `listeners`: for gateway processes. `epoch`: from `ledger.lead`. Raises ConfigError and StoreError.
+    roles. `listeners`: for gateway processes. `epoch`: from `ledger.lead`.
     """
     section, times, totals = config.interchange_server, times or LinkTimes(), totals or Totals()
     book = EpisodeBook(

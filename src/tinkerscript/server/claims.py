@@ -109,9 +109,7 @@ class _Usage:
 
 
 class LeasedClaims(ClaimBook):
-    """Calls are recorded before they are answered. A claim does not expire during a call or exceed its
-    limits.
-    """
+    """Records calls before they are answered. A claim does not expire during a call or exceed its limits."""
 
     def __init__(
         self,
@@ -124,7 +122,6 @@ class LeasedClaims(ClaimBook):
         max_tokens: int,
         gateways: int = 0,
     ) -> None:
-        """`gateways`: number of gateway processes."""
         self._gateways = gateways
         self._book = book
         self._ledger = ledger
@@ -147,10 +144,7 @@ class LeasedClaims(ClaimBook):
         return self.reserve(claim, num_samples, max_tokens, num_bytes)
 
     def opened(self, key: str, *, gateway: int = 0) -> OpenClaim:
-        """`gateway` is the process that asks; 0 is the server itself.
-
-        Raises like `open`, and GatewayError 421 `wrong_gateway` for another process's claim.
-        """
+        """`gateway` is the process that asks, or 0. Raises GatewayError 421 for another process's claim."""
         claim = self._keys.opened_by(key)
         if claim is None:
             raise _refused(key, "this API key opens no claim on this server")
@@ -210,7 +204,7 @@ class LeasedClaims(ClaimBook):
         return usage.oldest_version
 
     def _granted(self, usage: _Usage, number: int, max_tokens: int) -> int:
-        """Limit `max_tokens` to the claim's rest for each of `number` samples."""
+        """Limit `max_tokens` to what the claim has left for each of `number` samples."""
         calls_left, tokens_left = self._max_calls - usage.calls, self._max_tokens - usage.tokens
         if calls_left < number:
             raise _exceeded(f"{self._max_calls} model calls")

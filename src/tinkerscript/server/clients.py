@@ -48,7 +48,7 @@ class ClientRecord:
     ended: int = 0
     failed: int = 0
     failures: int = 0
-    """Its latest failures in a row, which the next three fields concern."""
+    """Its latest failures in a row; the next three fields are about them."""
 
     succeeded_before: int = 0
     failed_before: int = 0
@@ -93,7 +93,6 @@ class Clients:
         return name if slash and name in self._max_claims else ""
 
     def owner(self, client_uuid: str, account: str) -> str:
-        """Raises UnauthorizedError 403 for another token's name."""
         if account:
             return f"{account}/{client_uuid}"
         if name := self.account(client_uuid):

@@ -1,7 +1,7 @@
 """Messages between the server and a gateway process, over a Unix socket pair.
 
 A frame is its length (4 bytes, big-endian) and a msgpack list of one event-loop iteration's messages.
-Messages arrive once and in order, or the channel closes and the process ends, with its running calls.
+Messages arrive once and in order, or the channel closes and the process ends.
 """
 
 from __future__ import annotations

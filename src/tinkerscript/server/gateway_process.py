@@ -40,7 +40,7 @@ from tinkerscript.trainer_link.remote_sampling import LinkSampler
 
 
 def run_gateway(number: int, *, channel: int, listener: int) -> None:
-    """`channel` and `listener` are file descriptors. Raises ConfigError."""
+    """`channel` and `listener` are file descriptors."""
     sockets = socket.socket(fileno=channel), socket.socket(fileno=listener)
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
         runner.run(GatewayProcess(number, os.environ).run(*sockets))

@@ -79,7 +79,7 @@ class GatewayChild:
             self._channel.send(StopServing())
 
     async def run(self) -> None:
-        """Keeps it running until `stop`; kills it if cancelled."""
+        """Keep it running until `stop`. Kill it if cancelled."""
         pause_s = RESTART_PAUSE_S
         while not self._closing:
             try:

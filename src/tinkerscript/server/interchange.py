@@ -127,21 +127,18 @@ class Interchange:
         )
 
     async def recall(self, uuids: Iterable[str]) -> None:
-        """Load episodes from the ledger. Raises StoreError."""
+        """Load episodes from the ledger."""
         missing = [uuid for uuid in uuids if uuid not in self.book and _is_text(uuid)]
         for start in range(0, len(missing), PAGE):
             asked = missing[start : start + PAGE]
             await self._recall(f"uuid IN ({', '.join('?' * len(asked))})", *asked)
 
     async def empty(self, uuids: Sequence[str]) -> set[str]:
-        """Raises StoreError."""
         await self.recall(uuids)
         return self.book.empty(uuids)
 
     async def recall_after(self, step: int, used: Collection[int]) -> None:
-        """Load episodes that steps after `step` planned or used (sequences in `used`), and the rest of
-        unfinished groups. Raises StoreError.
-        """
+        """Load episodes planned by steps after `step`, those in `used`, and the rest of unfinished groups."""
         await self._recall("step > ?", step)
         begun = "SELECT group_id FROM {s}episodes WHERE consumed = 0 AND step > 0 AND episode_type = 'train'"
         await self._recall(f"group_id IN ({begun})")
@@ -247,8 +244,7 @@ class Interchange:
     async def claim(self, request: ClaimEpisodeRequest) -> list[Claim] | str:
         """Claim episodes, or return the `fail_cause` after `request.wait_s`.
 
-        A repeated `claim_request_id` gets the same claims. Raises QuotaError if the client waits too often,
-        and UnauthorizedError 403 in quarantine.
+        Raises QuotaError if the client waits too often, and UnauthorizedError 403 in quarantine.
         """
         self.clients.seen(request.client_uuid)
         until = self._clock() + request.wait_s
@@ -369,7 +365,7 @@ class Interchange:
 
     @property
     def max_groups_ahead(self) -> int:
-        """A client's pool is held back at so many complete groups; 0: no batch known."""
+        """Number of complete groups at which a client's pool is held back. 0: no batch known."""
         batch = self.engine.batch
         return 0 if batch is None else batch.needed
 
@@ -422,8 +418,7 @@ class Interchange:
     def register(self, new: NewEpisode, *, limited: bool = False) -> None:
         """Register all copies or none. `limited`: the pool's quota applies.
 
-        Raises ValueError for an invalid episode, ConflictError for a known uuid with other content, and
-        QuotaError.
+        Raises ValueError for an invalid episode, ConflictError for other content, and QuotaError.
         """
         check_episode(new)
         if limited:
@@ -461,7 +456,6 @@ class Interchange:
             )
 
     def sample_without_trainer(self, model: str) -> None:
-        """Hand out episodes although no trainer is connected."""
         self.engine.without_trainer = ROLLING
         self.engine.model, self.engine.policy_version = model, FOREIGN_POLICY
         self.set_status(self.engine.without_trainer)

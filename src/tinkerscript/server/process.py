@@ -1,8 +1,8 @@
-"""The server as a process: one run folder, one HTTP socket, one link, graceful shutdown.
+"""The server as a process.
 
 A user's errors are found before the app is imported, which takes seconds. One server at a time serves a run
 folder, and writes `server.json` once its addresses accept connections. With a shared ledger, servers of
-several folders take turns, and answer 503 meanwhile.
+several folders take turns.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ async def running_server(
     """Serve `run_dir`. Yields the addresses, and a task that fails if the server does.
 
     With a shared ledger, the context opens at this server's first turn. `gate` is the app, for callers
-    without a connection. Raises StoreError and ConfigError (such as a port in use, a missing token or a
-    folder already served).
+    without a connection.
     """
     model_folder(config.engine.model)
     section = config.interchange_server
@@ -323,7 +322,7 @@ def _lost_ledger(error: BaseException) -> StoreError | None:
 
 
 async def _close(ledger: Ledger) -> None:
-    """Only logs a shared ledger's failure: the next server continues."""
+    """Only log a shared ledger's failure, because the next server continues."""
     try:
         await ledger.close()
     except StoreError as error:
@@ -339,10 +338,7 @@ async def _first_error(*tasks: asyncio.Task[None]) -> None:
 
 
 def run_server(run_dir: Path, *, exit_with_parent: bool, serve_model: bool) -> None:
-    """Serve until stopped (`tinkerscript server`).
-
-    Raises ConfigError and StoreError; exits with `DISK_FULL` for a full disk.
-    """
+    """Serve until stopped (`tinkerscript server`). Exits with `DISK_FULL` for a full disk."""
     config = load_config(run_dir / "config.yaml")
     now_about(run=run_dir.resolve().name, whole_process=True)
     try:

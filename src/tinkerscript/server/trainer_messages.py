@@ -92,10 +92,7 @@ async def resume_run(
     replay_lag: int = 0,
     plan_lag: int = 0,
 ) -> History:
-    """Resume the newest of `checkpoints`; see `find_beginning` and `Resume`.
-
-    Raises ConfigError, and changes nothing, if the ledger cannot resume from them.
-    """
+    """Resume the newest of `checkpoints`; see `find_beginning` and `Resume`. An error changes nothing."""
     await ledger.durable()
     beginning = await find_beginning(ledger, checkpoints, replay_lag=replay_lag)
     history, book = beginning.history, interchange.book
@@ -383,7 +380,6 @@ class OutcomeStream:
             self._changed.set()
 
     async def run(self) -> None:
-        """Raises StoreError."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -397,9 +393,8 @@ class OutcomeStream:
         return sum(size for _, size in self._under_way) < MAX_ON_THE_WAY
 
     async def _send_each(self, episodes: list[EpisodeRecord], reading: int) -> None:
-        """An outcome that cannot be read or encoded fails alone. A `follow` ends this, having queued the rest
-        again.
-        """
+        """An outcome that cannot be read or encoded fails alone. A `follow` queues the rest anew and ends
+        this."""
         try:
             first_offers = [each for each in episodes if each.state == "failed" and not each.offered]
             for episode in first_offers:

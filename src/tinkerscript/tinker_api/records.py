@@ -1,7 +1,7 @@
 """Sessions with their runs and samplers, and checkpoints, all on disk.
 
 A checkpoint is a Hugging Face folder with a `NOTE`, at `tinker://RUN/weights/NAME` or
-`tinker://RUN/sampler_weights/NAME`.
+`tinker://RUN/sampler_weights/NAME`. Anything unknown raises WireError 404.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Sessions:
         return session
 
     def active(self, session_id: str) -> ClientSession:
-        """Count a heartbeat. Raises WireError 410 or 404."""
+        """Count a heartbeat. Raises WireError 410 for an ended session."""
         session = self.get(session_id)
         if session.finished is not None:
             raise WireError(410, f"session_id: the session {session_id} has ended ({session.finished})")
@@ -112,7 +112,6 @@ class Sessions:
         return sorted(self._sessions.values(), key=lambda session: session.created, reverse=True)
 
     def sampler(self, sampler_id: str) -> tuple[ClientSession, SamplerRecord]:
-        """Raises WireError 404."""
         session = self._sessions.get(sampler_id.partition(":sample:")[0])
         if session is None or sampler_id not in session.samplers:
             raise WireError(
@@ -123,7 +122,6 @@ class Sessions:
         return session, session.samplers[sampler_id]
 
     def run(self, run_id: str) -> tuple[ClientSession, RunRecord]:
-        """Raises WireError 404."""
         session = self._sessions.get(run_id.partition(":train:")[0])
         if session is None or run_id not in session.runs:
             raise WireError(404, f"model_id: no training run {run_id!r}")
@@ -200,7 +198,7 @@ class Checkpoints:
         user_metadata: dict[str, str] | None,
         ttl_seconds: int | None,
     ) -> Checkpoint:
-        """Describe a future checkpoint. Raises WireError with the field."""
+        """Describe a future checkpoint."""
         name = name or uuid4().hex
         if not _NAME.fullmatch(name):
             raise WireError(400, f"path: {name!r} must be letters, digits, '.', '_' and '-', without '/'")
@@ -226,7 +224,7 @@ class Checkpoints:
         return {NOTE: json.dumps(asdict(checkpoint), indent=2) + "\n"}
 
     def find(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Raises WireError: 400 for a malformed path, 404 for a missing checkpoint."""
+        """Raises WireError 400 for a malformed path."""
         run_id, kind, name = _parts(path, field)
         found = _read_checkpoint(self._root / _folder_name(run_id) / kind / name / NOTE)
         if found is None or found.expired(datetime.now(UTC)):

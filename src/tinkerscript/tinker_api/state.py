@@ -111,7 +111,7 @@ class Futures:
     async def fetch(self, request_id: str, timeout_s: float) -> FutureResult | None:
         """Return the result or error, or None after `timeout_s`.
 
-        Raises WireError 410 for an unknown id, upon which the client starts over.
+        Raises WireError 410 for an unknown id, so that the client starts over.
         """
         pending = self._pending.get(request_id)
         if pending is None:
@@ -188,13 +188,12 @@ class WireState:
         self._weights: OrderedDict[str, asyncio.Future[EmbeddedSamplingClient]] = OrderedDict()
 
     def check_model(self, name: str, *, field: str = "base_model") -> str:
-        """Return the served model's name. `name` may be its folder. Raises WireError."""
+        """Return the served model's name. `name` may be its folder."""
         if name == self.name or Path(name).expanduser().resolve() == self.engine.folder.resolve():
             return self.name
         raise WireError(400, f"{field}: this server has {self.name!r}, not {name!r}")
 
     def checkpoint(self, path: str, *, field: str = "path") -> Checkpoint:
-        """Raises WireError 404, or 400 if the engine cannot load its kind."""
         found = self.checkpoints.find(path, field=field)
         if (found.lora_config is not None) == self.engine.is_lora:
             return found
@@ -210,7 +209,7 @@ class WireState:
         )
 
     def run(self, model_id: str) -> Run:
-        """Count a heartbeat of the run. Raises WireError 404 or 410."""
+        """Return a run, and count a heartbeat."""
         if model_id in self.runs:
             self.sessions.active(self.runs[model_id].session_id)
             return self.runs[model_id]
@@ -222,7 +221,7 @@ class WireState:
         )
 
     def check_room(self) -> None:
-        """Raise WireError 429, upon which the SDK retries."""
+        """Raise WireError 429 at the limit, so that the SDK retries."""
         if len(self.futures) >= self.limits.waiting_requests:
             raise WireError(
                 429, f"{len(self.futures)} requests are waiting or not fetched yet; the limit is reached"

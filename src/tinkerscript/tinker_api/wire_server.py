@@ -227,10 +227,8 @@ class WireOptions:
 
 
 async def serve_wire(options: WireOptions, announce: Callable[[str], None]) -> None:
-    """Serve until cancelled. `announce` gets the URL.
-
-    Raises ConfigError if the address is in use, or open to other machines without a key.
-    """
+    """Serve until cancelled. `announce` gets the URL. Other machines need a key, or the address is
+    refused."""
     key = os.environ.get(ENGINE_KEY_VARIABLE) or None
     if key is None and not is_loopback(options.host):
         raise ConfigError(

@@ -126,7 +126,7 @@ class AlignmentCheck:
         return replace(episode, rollouts=tuple(sound))
 
     def siblings(self, groups: Iterable[RolloutGroup], *, step: int) -> None:
-        """Raises AlignmentError if the sampler contradicts itself, unless set to warn."""
+        """Raises AlignmentError, unless set to warn, if the sampler contradicts itself."""
         found = Contradictions()
         for group in groups:
             found.add(rollout for episode in group.episodes for rollout in episode.rollouts)
@@ -175,7 +175,7 @@ class AlignmentCheck:
         return self._config.max_mean_dlogp
 
     def _measure(self, rollout: Rollout, trainer: FloatArray, lags: Mapping[int, int] | None) -> Gap:
-        """Report the gaps by lag. Returns the gap at lag 0."""
+        """Report the gaps by lag, and return the gap at lag 0."""
         behind = np.zeros(len(rollout.tokens), dtype=np.int32)
         compared = rollout.sampled.copy()
         for segment in rollout.segments:

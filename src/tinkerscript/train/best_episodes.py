@@ -23,7 +23,7 @@ from tinkerscript.train.tokenizer_check import check_same_tokenizer
 
 
 def load_episodes(config: RunConfig, model: Path) -> Chats:
-    """Raises ConfigError without a ledger, for another tokenizer, or if no episode beats the others."""
+    """Raises ConfigError for another tokenizer, or if no episode beats the others."""
     sft = config.sft
     run, longest = Path(sft.data).expanduser(), context_of(model)
     _check_model(run, model)
@@ -89,7 +89,7 @@ def _tokens(example: SupervisedExample) -> Hashable:
 
 
 def pairs(group: Sequence[EpisodeRollouts], number: int) -> Iterator[tuple[EpisodeRollouts, EpisodeRollouts]]:
-    """Best with worst, second best with second worst, and so on."""
+    """Pair the best with the worst, the second best with the second worst, and so on."""
     ranked = _ranked(group)
     for better, worse in zip(ranked[:number], reversed(ranked), strict=False):
         if better.reward > worse.reward:

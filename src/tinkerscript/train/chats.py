@@ -1,7 +1,7 @@
 """`Chats`, which `method: sft` trains on or holds out.
 
-No chat is truncated, and none both trains and is held out. Replies follow the prompts that the gateway would
-give. Selection and order depend on the seed.
+No chat is truncated. Replies follow the prompts that the gateway would give. Selection and order depend on
+the seed.
 """
 
 from __future__ import annotations
@@ -89,10 +89,7 @@ class Chats:
 def divided(
     examples: Sequence[SupervisedExample], config: RunConfig, limit: int, origin: Mapping[str, object]
 ) -> Chats:
-    """Hold out some examples, and leave out sequences of more than `limit` tokens.
-
-    Raises ConfigError if nothing is left to train on.
-    """
+    """Hold out some examples, and leave out sequences of more than `limit` tokens."""
     sft = config.sft
     kept = [each for each in examples if max(datum.model_input.length for datum in each.datums) < limit]
     number = Counter(each.about for each in kept)
@@ -134,7 +131,6 @@ def weighted(datum: tinker.Datum, factor: float) -> tinker.Datum:
 
 
 def load_chats(config: RunConfig, model: Path) -> Chats:
-    """Raises ConfigError with the line and the problem."""
     sft, longest = config.sft, context_of(model)
     renderer = ChatRenderer(model, config.engine.chat_template_kwargs)
     data = _read(sft)

@@ -33,7 +33,7 @@ class RunCheckpoints:
         needed: Callable[[Collection[int]], Collection[int]],
         curriculum: Curriculum | None = None,
     ) -> None:
-        """`learners`: the run's own policy first. `needed` picks the checkpoints to keep."""
+        """`learners` begin with the run's own policy. `needed` picks the checkpoints to keep."""
         self._parts = parts
         self._own, *self._roles = learners
         self._policy = policy

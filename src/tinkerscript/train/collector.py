@@ -150,8 +150,7 @@ class Batch:
     def check_success(self, own_clients: str = "") -> None:
         """Raise NoSuccessError if all episodes or the first `HOPELESS_AFTER` failed.
 
-        The latter needs a failure at the run's own clients (uuids from `own_clients`), because others may be
-        broken while these start.
+        The latter needs a failure at the run's own clients, because others may be broken while these start.
         """
         if any(group.accepted for group in self.groups.values()):
             return
@@ -213,7 +212,7 @@ class Collector:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        """An error reaches everything that waits."""
+        """Deliver outcomes. An error reaches everything that waits."""
         judging = set[asyncio.Task[None]]()
         try:
             while True:

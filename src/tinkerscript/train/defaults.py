@@ -62,7 +62,7 @@ def rates_of(config: RunConfig, model: Path) -> Rates:
 
 
 def parameters_of(model: dict[str, Any]) -> float:
-    """Approximate; infinite if config.json lacks the numbers."""
+    """Estimate the number; infinite if config.json lacks the figures."""
     width = _figure(model, *_WIDTH)
     layers = _figure(model, "num_hidden_layers", "n_layer", "n_layers")
     return 12 * layers * width**2 + _figure(model, "vocab_size") * width

@@ -72,10 +72,8 @@ class Evaluator:
         self._finishing = asyncio.Lock()
         self._failure: NoSuccessError | None = None
 
-    # What the training loop calls
-
     async def run(self) -> None:
-        """The loop raises a NoSuccessError between steps."""
+        """Evaluate; the loop raises a NoSuccessError between steps."""
         try:
             while True:
                 before = self.collector.received
@@ -125,8 +123,6 @@ class Evaluator:
         scored = [(each.score, each.step) for each in self.finished.values() if each.score is not None]
         best = max((each for each in scored if each[1] in steps), default=None)
         return {each.step for each in self._begun} | ({best[1]} if best else set[int]())
-
-    # An evaluation
 
     async def _begin(self, label: str, step: int, count: int) -> None:
         if label in self.finished or not count or self.samples is None:

@@ -1,7 +1,7 @@
 """`open_frozen_role`: a `frozen` role as a model that samples and scores.
 
-A vLLM server holds it if the role has a `base_url`, else the run's backend. An unreachable server is waited
-for, up to `MAX_WAIT_S`.
+A vLLM server holds it if the role has a `base_url`, else the run's backend. We wait up to `MAX_WAIT_S` for an
+unreachable server.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ async def open_frozen_role(
     max_wait_s: float = MAX_WAIT_S,
     environ: Mapping[str, str] = os.environ,
 ) -> AsyncGenerator[FrozenModel]:
-    """Raises ConfigError, with the role's name, if the model is unusable.
-
-    `folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request.
-    """
+    """`folder` has the tokenizer of `backend`'s model. `timeout_s` limits one request."""
     if role.base_url:
         async with _served(name, role, folder, note, environ, timeout_s, max_wait_s) as model:
             yield model

@@ -129,7 +129,6 @@ def _verdict(item: object) -> Verdict:
 
 
 def open_judge(config: RunConfig) -> JudgeFunction | None:
-    """Raises ConfigError if the judge's function cannot be imported."""
     judge = config.training.judge
     if judge.role:
         return partial(ranked, judge=judge)
@@ -180,10 +179,7 @@ Reply with one JSON object and nothing else:
 
 
 async def ranked(group: JudgedGroup, judge: JudgeConfig) -> list[Verdict]:
-    """Ask the role `judge.role` to score all attempts, in random order.
-
-    Raises GatewayError, and ValueError for replies without valid scores.
-    """
+    """Ask the role `judge.role` to score all attempts, in random order."""
     order = list(range(len(group.episodes)))
     random.Random(group.group_id).shuffle(order)
     asked = _question(group, order, judge.rubric)

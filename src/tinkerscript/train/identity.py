@@ -47,7 +47,7 @@ def check_unused(path: Path) -> None:
 
 
 def check_whole(path: Path) -> None:
-    """Raises ConfigError for damaged files, or files of several runs."""
+    """Refuse damaged files, or files of several runs."""
     run_id = _read(path / RUN_ID)
     if not run_id and holds_run(path):
         raise ConfigError(f"{path} has no {RUN_ID}, which identifies the run of {LEDGER_FILE}: put it back")
@@ -74,7 +74,7 @@ def check_whole(path: Path) -> None:
 
 
 def holds_run(path: Path) -> bool:
-    """Whether a run has begun here. Raises ConfigError for an unreadable ledger."""
+    """Whether a run has begun here."""
     ledger = path / LEDGER_FILE
     if not ledger.exists():
         return any(path.glob(f"{CHECKPOINTS}/step_*")) or size_of(path / "metrics.jsonl") > 0

@@ -1,5 +1,3 @@
-"""Writes episodes of any client as Inspect logs."""
-
 from __future__ import annotations
 
 import threading

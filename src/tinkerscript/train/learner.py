@@ -304,7 +304,6 @@ class Learner:
         batch = [
             item for group, items in zip(sound, weighted, strict=True) if self.trains(group) for item in items
         ]
-        # Every step measures the gap, even if nothing can train.
         # Compare one group even if nothing can train, so that every step measures the gap.
         compared = batch or next(filter(None, (list(group.weighted(PLAIN)) for group in sound)), [])
         aligned = await self._compare(compared, lag_of_version, step, trains=bool(batch))
@@ -499,7 +498,7 @@ class Learner:
         return {"train/entropy": float(np.concatenate(found).mean())} if found else {}
 
     def _adapt_entropy(self) -> dict[str, float]:
-        """The entropy bonus of this step, and in `_next_state` the next one's.
+        """Return this step's entropy bonus, and put the next one's into `_next_state`.
 
         docs/training.md#an-entropy-to-hold has the rule. The bound at 0 is TRL's.
         """

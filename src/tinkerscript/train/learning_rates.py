@@ -26,7 +26,7 @@ from tinkerscript.train.defaults import rates_of, resolved
 from tinkerscript.train.learner import Learner
 
 SMALLEST = 1 / 32
-"""Of the usual rate."""
+"""The smallest rate to try, relative to the usual one."""
 
 DOUBLINGS = 10
 TOO_FAR = 0.1  # Nats per token, above which no larger rate is tried.
@@ -44,7 +44,7 @@ class RateStep:
 async def steps_at_rates(
     config: RunConfig, run: Path, note: Callable[[str], None]
 ) -> AsyncGenerator[RateStep]:
-    """In rising order. Raises ConfigError."""
+    """Yield steps at rising rates."""
     model = model_folder(config.engine.model)
     config, _ = resolved(config, model)
     groups = _groups(config, run)

@@ -50,7 +50,7 @@ class TrainingLoop:
         restore: Callable[[int], Awaitable[None]] | None = None,
         renew: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """`learners`: the run's own policy first. `samples`: None if clients register their own.
+        """`learners` begin with the run's own policy. `samples`: None if clients register their own.
 
         `restore` loads a step's checkpoint, for its interrupted evaluations. `renew` makes it the reference
         of the KL divergences.

@@ -42,7 +42,7 @@ class PolicyLags:
         max_lag: int,
         keeps_stale: bool = False,
     ) -> None:
-        """`keeps_stale`: old episodes count in comparisons."""
+        """`keeps_stale`: old episodes still count in comparisons."""
         self.max, self._max_again = max_lag, max(max_lag, config.replay_uses - 1)
         self._keeps_stale = keeps_stale
         self._min_group = config.min_group
@@ -130,7 +130,7 @@ class ReplayBuffer:
         self._stale = len(stale)
 
     def draw(self, step: int) -> list[RolloutGroup]:
-        """Without replacement, favoring newer groups."""
+        """Draw without replacement, favoring newer groups."""
         # The largest u ** (1 / weight) form a weighted sample (Efraimidis and Spirakis 2006).
         uniform = random.Random(f"{self._seed}/{step}/replay")
         drawn = [

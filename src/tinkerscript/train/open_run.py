@@ -1,4 +1,4 @@
-"""The startup that all runs share, and the handles of their parts (`OpenRun`)."""
+"""The startup that all runs share."""
 
 from __future__ import annotations
 

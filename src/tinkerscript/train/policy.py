@@ -54,7 +54,7 @@ class SeededSampler(Sampler):
         self._requests: Counter[bytes] = Counter()
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        """Raises GatewayError for a prompt without room, and AlignmentError."""
+        """Raises AlignmentError, and GatewayError for a prompt without room."""
         request = fitted(request, self.max_context, "the engine")
         if request.seed is None and self._prefix is not None:
             seed = self.seed_for(unpack_ids(request.prompt), request.images)
@@ -221,8 +221,7 @@ class Policy:
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         """Serve from the newest version, a pinned episode's, or the role's model.
 
-        Raises like `SeededSampler.sample`, and GatewayError 503 before the first `publish` or 404 for an
-        unknown role.
+        Raises GatewayError 503 before the first `publish`, and 404 for an unknown role.
         """
         self.calls.number += 1
         try:

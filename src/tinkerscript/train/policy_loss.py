@@ -1,5 +1,3 @@
-"""A run's policy-gradient loss and its settings."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,7 +12,6 @@ DATUM_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
 
 
 def policy_loss(config: TrainingConfig) -> Loss:
-    """Raises ConfigError if `loss_fn` is unknown or not a policy-gradient loss."""
     try:
         loss = resolve_loss(config.loss_fn)
     except EngineRequestError as error:

@@ -34,7 +34,7 @@ class ModelRenderer(ContinuingRenderer):
     """Raises GatewayError 400 for messages that it cannot render."""
 
     def __init__(self, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Raises ConfigError if the model has no chat format, or its template no such arguments."""
+        """Raises ConfigError for a model without a chat format, or a template without these arguments."""
         self._folder = folder
         self._chat = ChatRenderer(folder, template_kwargs)
         super().__init__(cast("Any", self._chat.tokenizer))
@@ -57,7 +57,6 @@ class ModelRenderer(ContinuingRenderer):
     def build_generation_prompt(
         self, messages: list[Message], role: Role = "assistant", prefill: str | None = None
     ) -> tinker.ModelInput:
-        """Raises NotImplementedError for other roles."""
         if role != "assistant":
             raise NotImplementedError(f"a chat template prompts for the assistant, not for {role!r}")
         conversation, tools = _split(messages)

@@ -90,7 +90,7 @@ async def run_training(
     """Returns the run's folder, with results in summary.json.
 
     `path`: folder of a run to resume. `join`: use the server that already serves it. Without `on_page` there
-    is no page. Raises ConfigError for a run that cannot start.
+    is no page.
     """
     model = model_folder(config.engine.model)
     backend_named(config.engine.backend).check(config.engine, model, progress.note)
@@ -215,7 +215,7 @@ class _LateSampling:
 
 
 def _samples(config: RunConfig) -> TaskSamples | None:
-    """None if clients register samples. Raises ConfigError."""
+    """Return None if clients register samples."""
     if config.all_tasks:
         return TaskSamples(config.all_tasks, seed=config.seed)
     if config.evaluation.episodes or config.workers.count:
@@ -251,13 +251,10 @@ def not_held_out(samples: TaskSamples, evaluation: EvaluationConfig) -> str:
     )
 
 
-# What trains
-
-
 async def _learners(
     run: OpenRun, backend: TrainerBackend, policy: Policy, model: Path, stack: AsyncExitStack
 ) -> tuple[list[Learner], list[TrainerBackend]]:
-    """The run's own policy first. Also opens frozen roles and the teacher."""
+    """Return the run's own policy first. Also opens frozen roles and the teacher."""
     config, progress, done = run.config, run.progress, run.history.checkpoint
     frozen = dict[str, FrozenModel]()
     for name, role in config.episode_roles.items():
@@ -345,9 +342,6 @@ def _report_written(loop: TrainingLoop, learners: Sequence[Learner]) -> Generato
         raise
     finally:
         loop.parts.folder.write_json(ALIGNMENT_FILE, loop.log.alignment())
-
-
-# What runs the episodes
 
 
 @dataclass(frozen=True, slots=True)

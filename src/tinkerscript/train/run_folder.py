@@ -132,10 +132,7 @@ class RunFolder:
 
     @asynccontextmanager
     async def copied(self, note: Callable[[str], None]) -> AsyncGenerator[None]:
-        """If `experiment_dir` is a URL, copy finished files there. `note` gets failures.
-
-        Raises ConfigError if the URL is not writable.
-        """
+        """If `experiment_dir` is a URL, copy finished files there. `note` gets failures."""
         if not self._url:
             yield
             return
@@ -143,7 +140,7 @@ class RunFolder:
             yield
 
     async def finish_copies(self, progress: ProgressReporter) -> None:
-        """Raises UploadError, which names the rest."""
+        """Raises UploadError."""
         if self._uploads is not None:
             with progress.waiting(f"the copies at {self._url}"):
                 await self._uploads.finish()
@@ -154,7 +151,6 @@ class RunFolder:
             self._uploads.copy()
 
     def keep_checkpoints(self, number: int, *, needed: Collection[int] = ()) -> None:
-        """Keep each policy's newest step checkpoints, and the `needed` ones."""
         for folder in self._policies:
             for step, old in _made_in(folder)[:-number]:
                 if step not in needed:

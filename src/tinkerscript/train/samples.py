@@ -44,7 +44,7 @@ class TaskSamples:
     curriculum: Curriculum | None = None
 
     def __init__(self, tasks: Sequence[WeightedTaskConfig], *, seed: int) -> None:
-        """Raises ConfigError without tasks, or for one that fails to load or has no samples."""
+        """Raises ConfigError for a task that fails to load or has no samples."""
         if not tasks:
             raise ConfigError("task.name is needed to train: see docs/environments.md")
         loaded = [usable_task(task.name, task.train_args, sandbox=task.sandbox) for task in tasks]
@@ -107,7 +107,7 @@ class TaskSamples:
         return planned
 
     def trained_too(self, count: int) -> tuple[int, int]:
-        """(evaluation samples that also train, all)"""
+        """Return how many evaluation samples also train, and how many there are."""
         trained = {
             (task, _content(sample))
             for task, shuffled in zip(self.tasks, self._train, strict=True)

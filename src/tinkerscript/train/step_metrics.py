@@ -275,7 +275,7 @@ def by_task(
 def why_nothing_trained(
     facts: StepFacts, metrics: Mapping[str, float], errors: Mapping[str, int] | None = None
 ) -> str:
-    """Empty if it trained. `errors`: name -> count."""
+    """Return "" if it trained. `errors`: name -> count."""
     if metrics["train/sequences"]:
         return ""
     if not facts.groups:

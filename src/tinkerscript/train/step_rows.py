@@ -1,5 +1,3 @@
-"""A training step's rows in the ledger."""
-
 from __future__ import annotations
 
 import time
@@ -63,9 +61,6 @@ def finding_rows(step: int, learners: Sequence[Learner]) -> list[FindingRow]:
     ]
 
 
-# Episodes
-
-
 def left_out_rows(batch: Batch, step: int, *, stale: Mapping[str, str]) -> list[TrainedRow]:
     return [
         TrainedRow(
@@ -85,7 +80,6 @@ def _why_left_out(outcome: Outcome, stale: Mapping[str, str]) -> str:
 
 
 def set_aside_rows(batch: Batch, step: int, reason: str) -> list[TrainedRow]:
-    """Rows for a batch that ends the run."""
     return [
         TrainedRow(episode=each.sequence, step=step, outcome=Use.SET_ASIDE, reason=reason)
         for each in batch.outcomes.values()
@@ -106,9 +100,6 @@ def trained_rows(learner: Learner, step: int, sequences: Mapping[str, int]) -> I
                 advantage=advantage,
                 reason=learner.stale.get(episode.episode_uuid, ""),
             )
-
-
-# Tokens
 
 
 def token_rows(

@@ -94,8 +94,6 @@ def divergence(items: Sequence[WeightedRollout], scores: Sequence[FloatArray]) -
     return total / sum(int(mask.sum()) for mask in masks)
 
 
-# A teacher
-
 CONTEXT = "teacher_context"
 """Metadata key: text that a program knows but did not show the model (docs/training.md#a-teacher)."""
 
@@ -226,10 +224,7 @@ async def open_distillation(
     progress: ProgressReporter,
     opened: Mapping[str, FrozenModel] | None = None,
 ) -> AsyncGenerator[Distillation | None]:
-    """Open the teacher of `training.distillation`, or use the `opened` role.
-
-    Raises ConfigError if it cannot be opened or has another tokenizer.
-    """
+    """Open the teacher of `training.distillation`, or use the `opened` role."""
     section = config.training.distillation
     if not section.teacher:
         yield None
@@ -263,9 +258,6 @@ async def open_distillation(
                 f"that trains {backend.max_context}: a sequence too long for the teacher ends the run"
             )
         yield made
-
-
-# A sampler with other probabilities than the trainer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,9 +339,6 @@ def correct(
     return corrected, metrics | shares
 
 
-# Lengths
-
-
 def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> float:
     """DAPO's soft overlong punishment of the longest reply (Yu et al. 2025): 0 up to (1 - `buffer`) * `limit`
     tokens, -1 at the limit, linear between.
@@ -361,9 +350,6 @@ def overlong_punishment(calls: Sequence[Call], *, limit: int, buffer: float) -> 
 def length_cost(calls: Sequence[Call], costs: Mapping[Literal["token", "turn"], float]) -> float:
     lengths = {"token": sum(call.reply_tokens for call in calls), "turn": len(calls)}
     return sum(cost * lengths[name] for name, cost in costs.items())
-
-
-# Which tokens train
 
 
 def keep_top_entropy(

@@ -1,1 +1,0 @@
-"""The link between trainer and server."""

@@ -1,6 +1,7 @@
 """Framing, socket options, intervals and send queue for both ends of the link.
 
-A frame is a msgpack list of messages. A malformed message is dropped alone, and every queue is bounded.
+A frame is a msgpack list of messages. A malformed message is dropped alone; a frame without a readable one
+raises LinkError. Every queue is bounded.
 """
 
 from __future__ import annotations
@@ -76,12 +77,10 @@ def frames(
 
 
 def read_to_server(frame: bytes) -> list[ToServer]:
-    """Raises LinkError if nothing is readable."""
     return _read(frame, _decode_to_server)
 
 
 def read_to_trainer(frame: bytes) -> list[ToTrainer]:
-    """Raises LinkError if nothing is readable."""
     return _read(frame, _decode_to_trainer)
 
 

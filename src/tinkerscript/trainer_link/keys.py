@@ -54,7 +54,7 @@ class TrainerKeys:
 
 
 def make_link_keys(folder: Path) -> None:
-    """Do nothing if `folder` exists. Raises ConfigError."""
+    """Do nothing if `folder` exists."""
     if folder.exists():
         return
     try:
@@ -75,7 +75,6 @@ def make_link_keys(folder: Path) -> None:
 
 
 def pack_link_keys(folder: Path) -> bytes:
-    """Raises ConfigError."""
     load_server_keys(folder)
     return msgspec.json.encode({name: (folder / name).read_text() for name in _FILES})
 
@@ -87,13 +86,11 @@ def unpack_link_keys(folder: Path, packed: bytes) -> None:
 
 
 def load_server_keys(folder: Path) -> ServerKeys:
-    """Raises ConfigError."""
     public, secret = _pair(folder, SERVER_KEYS)
     return ServerKeys(public, secret, _public(folder, TRAINER_KEYS))
 
 
 def load_trainer_keys(folder: Path) -> TrainerKeys:
-    """Raises ConfigError."""
     public, secret = _pair(folder, TRAINER_KEYS)
     return TrainerKeys(public, secret, _public(folder, SERVER_KEYS))
 

@@ -40,7 +40,7 @@ class BatchProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Tagged, frozen=True):
-    """Also the heartbeat."""
+    """The trainer's state, and its heartbeat."""
 
     link_version: int
     trainer_id: str
@@ -151,7 +151,7 @@ class SampleFailed(Tagged, frozen=True):
 
 
 class Metrics(Tagged, frozen=True):
-    """In Prometheus' text format."""
+    """The trainer's metrics, in Prometheus' text format."""
 
     text: bytes
 
@@ -174,7 +174,7 @@ class Refused(Tagged, frozen=True):
 
 
 class Stop(Tagged, frozen=True):
-    """The run can be resumed."""
+    """Ends the run, which can be resumed."""
 
     reason: str
 
@@ -234,7 +234,7 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     client_uuid: str
     reward: float
     policy_version_at_claim: int
-    all_calls: list[Call] = msgspec.field(name="calls")  # Of all roles, in recorded order.
+    all_calls: list[Call] = msgspec.field(name="calls")  # All roles' calls, in recorded order.
     role_rewards: dict[str, float] = {}
     call_rewards: dict[str, float] = {}
     """Policy call's id -> its share of `reward`."""
@@ -258,7 +258,6 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def policy_versions(self) -> set[int]:
-        """Versions of all roles' trained weights that sampled a part."""
         return {version for call in self.all_calls if not call.is_foreign for version in call.policy_versions}
 
     def judged(self, reward: float) -> EpisodeAccepted:
@@ -278,7 +277,6 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
         return EpisodeFailed(failures=[*self.retries, failure], **shared)
 
     def reward_of(self, role: str) -> float:
-        """Return a role's own reward, else its score, else the episode's reward."""
         if not role:
             return self.role_rewards.get(POLICY, self.reward)
         return self.role_rewards.get(role, self.log_metrics.get(f"score/{role}", self.reward))
@@ -364,7 +362,7 @@ def scores_of(outcome: EpisodeAccepted) -> dict[str, float]:
 
 
 def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
-    """Fail a result with a reward out of bounds, unmergeable calls, or in training a missing score."""
+    """Fail a result with a reward out of bounds, calls that cannot be merged, or a missing score."""
     if isinstance(outcome, EpisodeFailed):
         return outcome
     kind = QUARANTINED

@@ -99,19 +99,19 @@ class LinkSampler(Sampler):
         self._link.send(pending.message)
 
     def trainer_connected(self) -> None:
-        """It may be new or have missed some requests."""
+        """The trainer may be new, or have missed some requests."""
         for pending in self._pending.values():
             self._send(pending)
 
     def resend(self) -> None:
-        """The trainer ignores requests that it is running."""
+        """Repeat old requests. The trainer ignores those that it is running."""
         due = asyncio.get_running_loop().time() - self._times.resend_s
         for pending in self._pending.values():
             if 0 < pending.sent_at <= due:
                 self._send(pending)
 
     def engine_unavailable(self) -> None:
-        """No trainer came within the grace period."""
+        """Refuse the requests, because no trainer came within the grace period."""
         for pending in self._pending.values():
             if pending.sent_at and not pending.answer.done():
                 pending.answer.set_exception(_unavailable(self._times.grace_s))

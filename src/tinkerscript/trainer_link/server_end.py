@@ -80,8 +80,8 @@ class ServerLink:
     def bind(self, address: str, keys: ServerKeys | None = None) -> str:
         """Bind `ipc://PATH` or `tcp://HOST:PORT` (`:*` takes a free port) and return the address.
 
-        With `keys`, connections must prove the trainer's key (CURVE). Raises ConfigError for an unusable
-        address; `bind` may be called again.
+        With `keys`, connections must prove the trainer's key (CURVE). After a ConfigError, `bind` may be
+        called again.
         """
         set_options(self._socket, address)
         if keys is not None:

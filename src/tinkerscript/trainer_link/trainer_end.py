@@ -1,7 +1,7 @@
 """`TrainerLink`: the trainer's end of the link.
 
-It repeats registrations, commits, cancellations and requests until confirmed; the server repeats outcomes.
-Frames with an older epoch are dropped, so a link survives a server's replacement.
+It repeats registrations, commits, cancellations and requests until confirmed. Frames with an older epoch are
+dropped, so a link survives a server's replacement.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class TrainerLink:
             outcomes = await link.outcomes()
             await link.commit([StepRow(...), *(TrainedRow(episode=each.sequence, ...) for each in outcomes)])
 
-    `trainer_id` is unique to the trainer process.
+    `trainer_id` is unique to the trainer process. Once the link has failed or was refused, coroutines raise
+    LinkError.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class TrainerLink:
         """Return once the server has stored the episodes.
 
         Raises ValueError for an invalid episode, ConflictError for a known uuid with other content, and
-        LinkError for a group too large for a message, or if the server refuses this trainer.
+        LinkError for a group too large for a message.
         """
         self._check()
         missing = {episode.episode_uuid: episode for episode in episodes}
@@ -215,7 +216,7 @@ class TrainerLink:
     async def resume(self, checkpoints: Sequence[int], *, replay_lag: int = 0, plan_lag: int = 0) -> History:
         """Start, or continue from the newest step in `checkpoints` (see `ledger.history.find_beginning`).
 
-        Outcomes arrive from now on. Raises LinkError, or ConfigError if the ledger cannot continue there.
+        Outcomes arrive from now on. Raises ConfigError if the ledger cannot continue there.
         """
         request = Resume(
             request_id=next(self._request_ids),
@@ -228,7 +229,7 @@ class TrainerLink:
         return answer.history
 
     async def fetch(self, episodes: Sequence[int]) -> list[EpisodeAccepted]:
-        """Return results by sequence, without failures. Raises LinkError."""
+        """Return results by sequence, without failures."""
         found = list[EpisodeAccepted]()
         for start in range(0, len(episodes), FETCHED_AT_ONCE):
             chunk = episodes[start : start + FETCHED_AT_ONCE]
@@ -241,7 +242,6 @@ class TrainerLink:
         return answer.outcome
 
     async def tally(self) -> Tally:
-        """Raises LinkError."""
         answer = await self._ask(TallyRequest(request_id=next(self._request_ids)))
         assert isinstance(answer, Tallied)
         return answer.tally
@@ -260,7 +260,7 @@ class TrainerLink:
         return answer
 
     async def outcomes(self) -> list[Outcome]:
-        """Wait for outcomes, in the order of the episodes' ends, each once. Raises LinkError."""
+        """Wait for outcomes, in the order of the episodes' ends, each once."""
         while not self._inbox:
             self._check()
             self._news.clear()
@@ -277,7 +277,7 @@ class TrainerLink:
             self._outbox.put(commit)
 
     async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
-        """Write rows in one transaction, and wait for all commits so far. Raises LinkError."""
+        """Write rows in one transaction, and wait for all commits so far."""
         self.note(rows)
         wanted = max(self._commits, default=0)
         while self._committed < wanted:
@@ -329,7 +329,7 @@ class TrainerLink:
             self._say_hello()
 
     async def flush(self) -> None:
-        """Wait until the server has committed everything sent so far. Raises LinkError."""
+        """Wait until the server has committed everything sent so far."""
         self._say_hello()
         number = self._hello.number
         while self._welcomed < number:

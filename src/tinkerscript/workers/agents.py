@@ -128,8 +128,10 @@ class AgentRun:
 async def run_agent(
     agent: CodingAgent, prompt: str, *, sandbox: Bubblewrap, model: EpisodeModel, limit_s: float
 ) -> AgentRun:
-    """Raises ClaimLostError, IsolationError, and WorkerError for an agent that is not installed, made no
-    model call, or ended with an unsupported call.
+    """Raises WorkerError for an agent that is not installed, made no model call, or ended with a refused
+    call.
+
+    Also raises ClaimLostError and IsolationError.
     """
     if len(prompt.encode()) > MAX_PROMPT_BYTES:
         raise WorkerError(
@@ -227,7 +229,6 @@ def _claude_environment(job: AgentJob) -> dict[str, str]:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(job.context_tokens),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(job.reply_tokens),
-        # Only Anthropic's models know the references to tools loaded later.
         # Tools loaded later come as references, which only Anthropic's models know.
         "ENABLE_TOOL_SEARCH": "false",
         "IS_SANDBOX": "1",

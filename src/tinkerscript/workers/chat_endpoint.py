@@ -1,5 +1,3 @@
-"""The model calls of a worker's rollouts."""
-
 from __future__ import annotations
 
 import asyncio
@@ -66,8 +64,7 @@ class ChatEndpoint:
     async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST `body` to `{base_url}/chat/completions`.
 
-        Raises ClaimLostError (409 claim_lost), RequestRefusedError, and ServerUnreachableError when retries
-        end.
+        Raises ClaimLostError (409), RequestRefusedError, and ServerUnreachableError when retries end.
         """
         url = f"{base_url.rstrip('/')}/chat/completions"
         data = json.dumps(body, separators=(",", ":")).encode()

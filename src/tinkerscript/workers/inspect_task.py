@@ -1,7 +1,4 @@
-"""Inspect tasks: each episode runs one sample with the task's solver and scorers.
-
-A solver or scorer that raises is an error, never a reward of 0.
-"""
+"""Inspect tasks: each episode runs one sample with the task's solver and scorers."""
 
 from __future__ import annotations
 
@@ -89,7 +86,7 @@ class InspectTask(Task):
     @classmethod
     @asynccontextmanager
     async def resources(cls, tasks: Sequence[Any]) -> AsyncGenerator[None]:
-        """Run one eval for all tasks, because Inspect allows one per process. Raises WorkerError."""
+        """Run one eval for all tasks, because Inspect allows one per process."""
         shared = _SharedEval(tasks)
         for task in tasks:
             task._eval = shared

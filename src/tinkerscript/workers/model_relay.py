@@ -116,7 +116,7 @@ class AgentRelay:
         self.lost: ClaimLostError | None = None
 
     async def context_length(self) -> int:
-        """Tokens of prompt and reply together. Raises ClientError."""
+        """Return the maximum tokens of prompt and reply together."""
         url = f"{self._model.anthropic_base_url.rstrip('/')}{AGENT_MODELS}"
         self._models = await self._model.endpoint.get_json(url, self._model.api_key)
         return int(self._models["data"][0]["max_model_len"])

@@ -97,9 +97,7 @@ class WorkerOptions:
 
 
 def run_worker(options: WorkerOptions) -> RunStatistics:
-    """Raises WorkerError for a script or task that cannot be run or an episode of another task,
-    ServerUnreachableError, or RequestRefusedError.
-    """
+    """Raises WorkerError for an unusable script or task, ServerUnreachableError, or RequestRefusedError."""
     statistics, _ = asyncio.run(_run(options, []))
     return statistics
 
@@ -131,7 +129,7 @@ async def open_runner(
     client: AsyncTinkerScriptClient | None = None,
     endpoint: ChatEndpoint | None = None,
 ) -> AsyncGenerator[Runner]:
-    """Pass `client` and `endpoint` to reach a server in this process. Raises WorkerError."""
+    """Pass `client` and `endpoint` to reach a server in this process."""
     async with AsyncExitStack() as stack:
         rollout = await _rollout(options, stack, endpoint)
         yield Runner(
@@ -218,17 +216,13 @@ def _task(name: str, args: Mapping[str, JsonValue], options: WorkerOptions) -> T
 def tasks_with_args(
     tasks: Sequence[str], args: Sequence[Mapping[str, JsonValue]]
 ) -> dict[str, Mapping[str, JsonValue]]:
-    """Raises WorkerError."""
     if len(args) > len(tasks) or len(set(tasks)) < len(tasks):
         raise WorkerError(f"give each task once and at most one --task-args for each, got {list(tasks)}")
     return {task: args[i] if i < len(args) else {} for i, task in enumerate(tasks)}
 
 
 def load_rollout(script: str | Path) -> RolloutFunction:
-    """Return a script's `rollout`, with its folder first in `sys.path`, as when Python runs it.
-
-    Raises WorkerError for a missing file or function, or a failing import.
-    """
+    """Return a script's `rollout`, with its folder first in `sys.path`, as when Python runs it."""
     path = Path(script).expanduser().resolve()
     module = load_module(path)
     rollout: Any = getattr(module, "rollout", None)
@@ -286,9 +280,7 @@ class TaskRollout:
         await self._stack.aclose()
 
     async def __call__(self, episode: Episode) -> RolloutResult:
-        """Raises WrongTaskError, WorkerError for a payload without a task or sample, and the rollout's
-        exceptions.
-        """
+        """Raises WrongTaskError, WorkerError for an unusable payload, and the rollout's exceptions."""
         task, sample = self._found(episode)
         model = EpisodeModel(
             base_url=episode.openai_base_url,

@@ -1,1 +1,0 @@
-"""Decides whether a prompt continues a conversation, and keeps its ids."""

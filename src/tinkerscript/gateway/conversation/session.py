@@ -157,7 +157,7 @@ class Session:
         return turn
 
     def recording(self, turns: Iterable[Turn]) -> list[Turn]:
-        """Give fork reasons, now that the claim's first request is known."""
+        """Return the turns with fork reasons, now that the claim's first request is known."""
         labelled: list[Turn] = []
         for turn in turns:
             if turn.parent is None and turn.fork_reason is None:

@@ -85,7 +85,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     parent: Node | None
     prompt: bytes  # int32
     new_prompt: bytes  # int32, after the parent's prompt and sampled ids.
-    images: list[PlacedImage] = []  # Of `new_prompt`.
+    images: list[PlacedImage] = []  # Those in `new_prompt`.
     matched_by: MatchedBy | None = None
     fork_reason: str | None  # None if the prompt extends a call or is the claim's first.
     new_messages: list[ChatMessage]
@@ -96,7 +96,6 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_images(self) -> list[PlacedImage]:
-        """Of `prompt`."""
         before = self.parent.images() if self.parent and self.parent.has_images else []
         return [*before, *moved_images(self.images, (len(self.prompt) - len(self.new_prompt)) // 4)]
 
@@ -234,7 +233,6 @@ class MessageIndex:
         return None
 
     def fork_reason(self, path: MessagePath) -> str | None:
-        """Returns None for the claim's first request."""
         if not self._edges:
             return None
         if path.history_length == len(path.messages) and self.find(path):
@@ -343,7 +341,6 @@ def _history_length(messages: Sequence[ChatMessage]) -> int:
 
 
 def edit_reason(known: Conversation, given: Conversation) -> str | None:
-    """Return how `given` first differs from `known`, or None."""
     if _only_system_differs(known, given):
         return SYSTEM_CHANGED
     pairs = zip(known.messages, given.messages, known.keys, given.keys, strict=False)

@@ -1,6 +1,4 @@
-"""Agent mode ignores fields that coding agents send whether or not a server honors them.
-
-Dropped fields are recorded (`Call.ignored`) and reported.
+"""Agent mode drops fields that coding agents send whether or not a server honors them, and records them.
 
 Sources: requests of Claude Code 2.1, Codex CLI 0.169, opencode 1.18 and mini-swe-agent 2.4.
 """

@@ -164,7 +164,6 @@ class Dialect(ABC, Generic[CallT]):
         self.no_images = no_images
 
     def read(self, parse: Callable[[bytes], CallT], body: bytes) -> CallT:
-        """Raises GatewayError 400, also beyond one of `limits`."""
         if not self.agent_mode:
             return within_limits(parse(body))
         body, ignored = without_agent_fields(self.path, body)

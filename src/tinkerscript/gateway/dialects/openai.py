@@ -1,5 +1,3 @@
-"""Shared parts of OpenAI's formats."""
-
 from __future__ import annotations
 
 from abc import abstractmethod

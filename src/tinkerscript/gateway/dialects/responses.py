@@ -172,7 +172,6 @@ class ResponseEvents(EventStream):
     def failure(self, error: GatewayError) -> bytes:
         # OpenAI's clients raise the `error`; others await the failed response.
         flat = {"code": error.code, "message": error.message, "param": error.param}
-        # Only OpenAI's codes are valid.
         # A response may only have one of OpenAI's codes.
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         failed = {"code": code, "message": error.message}

@@ -71,7 +71,7 @@ class Upstream:
         return reply
 
     async def post_optional(self, path: str, body: Any) -> bytes | None:
-        """`post` without the limit on concurrency. None if the path does not exist."""
+        """`post` without the limit on concurrency. Returns None if the path does not exist."""
         return await self._send("POST", path, body)
 
     def close(self) -> None:

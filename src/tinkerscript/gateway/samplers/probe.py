@@ -49,7 +49,7 @@ class Probe:
     async def run(
         self, description: ServerDescription, *, text: str = "", ids: Sequence[int] = (), rescore: bool = True
     ) -> ServerFacts:
-        """`ids`: `text` by our tokenizer. Raises ConfigError."""
+        """`ids`: `text` by our tokenizer."""
         try:
             await self._check_not_logits()
             kind = await self._logprob_kind()

@@ -1,6 +1,6 @@
 """`RemoteSampler` samples from a vLLM server, and `remote_sampler` opens the server in the config.
 
-Every sampler is probed before use, and a request that cannot be honored fully is refused.
+Every server is probed before use. A request that it cannot honor fully is refused.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RemoteSampler(Sampler):
         """Return the first and last version that may have sampled.
 
         The server reports its weights only outside of calls, so the first call after an update counts as
-        changed. Raises GatewayError 503 if one has no version, as after a restart.
+        changed. Raises GatewayError 503 if a version is missing, as after a restart.
         """
         if self.facts.weight_version is not None:
             self._weights = await self.server.weight_version()
@@ -170,7 +170,7 @@ async def remote_sampler(
 
 
 def inference_server(config: InferenceConfig, environ: Mapping[str, str], *, timeout_s: float) -> VllmServer:
-    """Does not contact the server. Raises ConfigError."""
+    """Does not contact the server."""
     if not config.base_url:
         raise ConfigError("inference.backend: vllm needs inference.base_url, such as http://127.0.0.1:8000")
     upstream = Upstream(

@@ -55,8 +55,8 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]  # -9999.0 and NaN stand for values that JSON cannot hold.
     stop_reason: StopReason
     top: list[dict[int, float]] = []
-    scores: list[float] = []  # Of the prompt from `score_from` on, at temperature 1.
-    is_cut: bool = False  # By a `Cut`; makes `stop_reason` meaningless.
+    scores: list[float] = []  # Logprobs of the prompt from `score_from` on, at temperature 1.
+    is_cut: bool = False  # A `Cut` ended it, so `stop_reason` means nothing.
 
 
 @dataclass(frozen=True, slots=True)

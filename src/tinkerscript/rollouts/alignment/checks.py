@@ -116,7 +116,7 @@ def _segment_errors(rollout: Rollout, scales_logits: bool) -> Iterator[str]:
 
 
 def _same(ours: FloatArray, theirs: FloatArray) -> bool:
-    """Values that are not finite count as equal: they have another error."""
+    """Values that are not finite count as equal, because they have another error."""
     return ours.tobytes() == theirs.tobytes() or not np.isfinite(ours).all()
 
 
@@ -133,7 +133,7 @@ def _call_errors(call: Call, scales_logits: bool) -> Iterator[str]:
 
 
 def _prefix_errors(rollout: Rollout, prompts: Mapping[str, bytes]) -> Iterator[str]:
-    """Compare each call's prompt with the tokens before it, after a parent in this sequence only new ones."""
+    """Compare each call's prompt, or after a parent in this sequence its new ids, with earlier tokens."""
     tokens, ends = rollout.tokens, dict[str, Segment]()
     for segment in rollout.segments:
         call = segment.call

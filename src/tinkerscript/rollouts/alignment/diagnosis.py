@@ -179,8 +179,8 @@ def _shifted(bad: Sequence[Pair], mean: float, figures: str) -> Finding | None:
 
 
 def _residuals(bad: Sequence[Pair], shift: int) -> tuple[float, float]:
-    """Mean |sampler[i] - trainer[i + shift]| within the calls, infinite for too little overlap; and the least
-    that the same logprobs leave unshifted or shuffled.
+    """Return the mean |sampler[i] - trainer[i + shift]| within the calls, infinite for too little overlap,
+    and the least that the same logprobs leave unshifted or shuffled.
 
     The second is also small for nearly equal logprobs (a collapsed policy), and where only the first or last
     tokens differ.
@@ -234,7 +234,7 @@ def _retokenised(bad: Sequence[Pair], retokenise: Callable[[IntArray], Sequence[
 
 
 def _of_the_likeliest(bad: Sequence[Pair]) -> bool:
-    """Never below the trainer's; where above, both probabilities sum to at most 1."""
+    """Whether none is below the trainer's, and where one is above, both probabilities sum to at most 1."""
     sampler = np.concatenate([pair.sampler for pair in bad]).astype(np.float64)
     trainer = np.concatenate([pair.trainer for pair in bad]).astype(np.float64)
     above = sampler - trainer > EQUAL_WITHIN
@@ -298,7 +298,7 @@ class Contradictions:
             self.overfull += total > MAX_TOTAL
 
     def finding(self, *, threshold: float) -> Finding | None:
-        """None with too little to compare, or only noise."""
+        """Return None with too little to compare, or only noise."""
         mean = self.gap / self.repeats if self.repeats else 0.0
         if self.repeats >= MIN_TOKENS and mean > threshold:
             return Finding(

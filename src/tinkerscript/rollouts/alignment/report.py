@@ -108,7 +108,7 @@ class AlignmentReport:
         self.whole = Counts()
         self.step = Counts()
         self.findings: list[dict[str, object]] = []
-        """Misaligned steps: step, name, detail."""
+        """Each misaligned step's `step`, `name` and `detail`."""
 
     def begin_step(self) -> None:
         self.step = Counts()

@@ -1,1 +1,0 @@
-"""The episodes of a run: records, states, leases, indexes, and the book."""

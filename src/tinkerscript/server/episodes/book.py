@@ -1,10 +1,10 @@
-"""`EpisodeBook`: every episode of a run, and who may change it, and how.
+"""`EpisodeBook`: every episode of a run, and who may change it, and how. It does no I/O.
 
 An episode ends exactly once (`ended`, or `failed` with a reason for every attempt); a result counts only from
 the claim that holds the lease; a failure that a trainer may have used is final. The book holds all episodes
-that are not consumed and about the last `KEPT` consumed ones; the ledger has the rest (`recall`). No I/O, no
-asyncio, injected clocks. Operations cost O(log n), except an operator's pages. They raise UnknownEpisodeError
-for a uuid that the book does not hold, and NotTheOwnerError for a claim without the lease.
+that are not consumed and about the last `KEPT` consumed ones; the ledger has the rest (`recall`). Operations
+cost O(log n), except an operator's pages. They raise UnknownEpisodeError for a uuid that the book does not
+hold, and NotTheOwnerError for a claim without the lease.
 """
 
 from __future__ import annotations
@@ -310,10 +310,7 @@ class EpisodeBook:
         policy_version: int = 0,
         claim_request_id: str = "",
     ) -> EpisodeRecord | None:
-        """Hand out the oldest registered episode; requeued ones keep their place.
-
-        First check with `answered` that the request is new.
-        """
+        """Hand out the oldest registered episode; requeued ones keep their place. Check `answered` first."""
         episode = self.queues.oldest(pool, claim_type)
         if episode is None:
             return None
@@ -411,7 +408,7 @@ class EpisodeBook:
         return episode
 
     def empty(self, uuids: Iterable[str]) -> set[str]:
-        """Emptied episodes cannot train again. Returns the consumed ones."""
+        """Mark the consumed ones as emptied, so that they cannot train again. Returns their uuids."""
         emptied = [each for each in map(self.get, uuids) if each.consumed]
         for episode in emptied:
             episode.emptied = True
@@ -559,7 +556,7 @@ def _is_planned(episode: EpisodeRecord) -> bool:
 
 
 def _can_train(group: list[EpisodeRecord], used: Mapping[int, str]) -> bool:
-    """Whether no member was cancelled, set aside, given up or emptied, and a result was not left out or
+    """Whether no member was cancelled, set aside, given up or emptied, and not every result was left out or
     stale.
     """
     for episode in group:

@@ -1,8 +1,7 @@
 """Queues and indexes over a run's episodes. Each agrees with a scan over all episodes.
 
-A claim request gets new claims once; repeated while one of them holds, it gets the same. A claimable episode
-wakes the longest-waiting client that may claim it, and a client that cannot use the wake-up passes it on, so
-no episode stays idle while a client waits.
+A claimable episode wakes the longest-waiting client that may claim it, and a client that cannot use the
+wake-up passes it on, so no episode stays idle while a client waits.
 """
 
 from __future__ import annotations

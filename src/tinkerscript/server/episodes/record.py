@@ -41,7 +41,6 @@ WORKER_DIED = "worker_died"  # Reported by its trainer.
 CLIENT_STOPPED = "client_stopped"
 
 # Only the server records these kinds, because clients could blame others with them.
-# Clients could use these to blame others.
 SERVER_KINDS = {
     *(CANCELLED, UNDELIVERABLE, BAD_PAYLOAD, WORKER_DIED, LEASE_EXPIRED, CLAIM_EXPIRED),
     *(CLIENT_GONE, CLIENT_STOPPED),

@@ -1,4 +1,4 @@
-"""The seam between a run and its engine. A published sampler's weights never change."""
+"""The seam between a run and its engine."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class TrainerBackend(Publisher):
     ) -> AbstractAsyncContextManager[TrainerBackend]:
         """Leaving the context closes the backend. `note` gets messages for the user.
 
-        Raises ConfigError if the config does not fit, EngineError if the backend is not available.
+        Raises ConfigError, and EngineError if the backend is not available.
         """
 
     @abstractmethod
@@ -132,7 +132,6 @@ class TrainerBackend(Publisher):
         """Open a second policy over the same model, with its own weights, optimizer and checkpoints.
 
         It begins with a run's `checkpoint` (empty: like this backend's run), or continues from `restore`.
-        Raises ConfigError and EngineError.
         """
 
     async def check_loss(self, loss_fn: LossFnType, loss_config: Mapping[str, float] | None) -> None:
@@ -173,7 +172,7 @@ class FrozenModel(ABC):
     async def logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray] | None = None
     ) -> list[FloatArray]:
-        """Each token's logprob at its temperature (None: 1). Position 0 has no context and is 0.
+        """Return each token's logprob at its temperature (None: 1). Position 0 has no context and is 0.
 
         Takes int32 [T] and float32 [T] each, returns float32 [T] each. Raises EngineError.
         """
@@ -181,7 +180,7 @@ class FrozenModel(ABC):
     async def top_logprobs(
         self, sequences: list[IntArray], temperatures: list[FloatArray], top: int
     ) -> list[TopLogprobs]:
-        """`logprobs`, with the `top` most probable tokens at each position. Raises EngineError."""
+        """Like `logprobs`, also for the `top` most probable tokens at each position."""
         raise EngineError(f"the model in {self.folder} scores only given tokens (distillation.top_k: {top})")
 
 
@@ -213,7 +212,7 @@ class FrozenSampler(Sampler):
 
 
 def seed_of_role(seed: int, role: str) -> int:
-    """For a role's new adapter, in [0, 2^31)."""
+    """Return the seed of a role's new adapter, in [0, 2^31)."""
     return zlib.crc32(f"{seed}/{role}".encode()) >> 1
 
 
@@ -239,7 +238,6 @@ async def optimizer_step(
     computed: tinker.ForwardBackwardOutput | None = None,
 ) -> Stepped:
     """Take one AdamW step on the summed loss. `computed`: the datums' `forward_backward` output, if any."""
-    # A service runs both calls in order, so send them before awaiting either.
     # Send both calls before awaiting either: a service runs them in order.
     forward = None if computed else client.forward_backward(datums, loss_fn, loss_config)
     optim = client.optim_step(
@@ -272,7 +270,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def finish_despite_cancel(work: Coroutine[Any, Any, ResultT], *, within_s: float) -> ResultT:
-    """A cancellation takes effect after `within_s`, if `work` has not finished."""
+    """Await `work`. A cancellation takes effect only after `within_s`."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)

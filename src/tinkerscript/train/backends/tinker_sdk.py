@@ -40,7 +40,7 @@ def explained(error: BaseException) -> str:
 
 
 def connect(base_url: str) -> tinker.ServiceClient:
-    """Blocks until the service answers. Raises EngineError."""
+    """Blocks until the service answers."""
     try:
         service = tinker.ServiceClient(base_url=base_url or None)
         # The first use opens the session, which would block the event loop.
@@ -55,7 +55,7 @@ def connect(base_url: str) -> tinker.ServiceClient:
 async def capabilities(
     service: tinker.ServiceClient, base_url: str
 ) -> tinker.types.GetServerCapabilitiesResponse:
-    """From the session's client up to 0.36, then the REST client."""
+    """Ask the session's client up to 0.36, then the REST client."""
     rest_client: Any = getattr(tinker, "RestClient", None)
     if hasattr(rest_client, "get_server_capabilities"):
         rest = await asyncio.to_thread(rest_client, base_url=base_url or None)
@@ -103,7 +103,7 @@ def lacks_of_sdk() -> list[str]:
 
 
 async def lacks_of_server(base_url: str) -> list[str]:
-    """What `openapi.json` lacks. Raises EngineError if nothing answers."""
+    """Return what `openapi.json` lacks."""
     try:
         async with httpx.AsyncClient(timeout=DESCRIPTION_TIMEOUT_S) as client:
             response = await client.get(f"{base_url.rstrip('/')}/openapi.json")

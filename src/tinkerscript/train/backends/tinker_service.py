@@ -269,7 +269,7 @@ class SlowCallNotifier:
     first_note_s: float = FIRST_NOTE_S
 
     async def wait(self, call: Awaitable[T], what: str) -> T:
-        """Raises EngineError for whatever the SDK raises."""
+        """Await `call`. Raises EngineError for whatever the SDK raises."""
         waiting = asyncio.ensure_future(call)
         loop = asyncio.get_running_loop()
         began, timeout = loop.time(), self.first_note_s
@@ -358,7 +358,7 @@ async def _lacks(base_url: str) -> list[str]:
 
 
 async def _with_loss(output: Awaitable[tinker.ForwardBackwardOutput]) -> tinker.ForwardBackwardOutput:
-    """Add `loss:sum`, from SkyRL's token losses if necessary. Raises EngineError without either."""
+    """Add `loss:sum`, from SkyRL's token losses if necessary."""
     found = await output
     if "loss:sum" in found.metrics:
         return found
@@ -379,7 +379,7 @@ def after_the_first(row: Sequence[float | None], length: int) -> FloatArray:
 async def _limits(
     service: tinker.ServiceClient, config: EngineConfig, own: int, notifier: SlowCallNotifier
 ) -> tuple[str, int]:
-    """The model's name there, and its context length, at most `own`. Raises ConfigError."""
+    """Return the model's name there, and its context length, at most `own`."""
     asked = sdk.capabilities(service, config.base_url)
     capabilities = await notifier.wait(asked, "get_server_capabilities")
     models = {model.model_name: model for model in capabilities.supported_models if model.model_name}

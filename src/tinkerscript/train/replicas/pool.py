@@ -37,13 +37,13 @@ PROOF_TOKENS = 512
 PROMPTS, RANDOM_TOKENS = 16, 32
 
 LOAD_S = 1800.0
-"""A replica's death is noticed at once."""
+"""Seconds to load the model. A replica's death is noticed at once."""
 
 PROVE_S = 120.0
-"""To load and prove a version; otherwise the replica is lost."""
+"""Seconds to load and prove a version; otherwise the replica is lost."""
 
 HANG_S = 60.0
-"""A replica with requests that samples nothing for this long hangs."""
+"""A replica with requests that samples nothing for so many seconds hangs."""
 
 RESTART_RETRY_S = 1.0
 
@@ -118,10 +118,8 @@ class ReplicaPool(Sampler):
         self.counts = {"lost": 0, "moved": 0, "proved": 0, "unchanged": 0, "undecidable": 0, "refused": 0}
         self.max_gap = 0.0
 
-    # Replicas come and go
-
     async def begin(self) -> None:
-        """Wait until all replicas can sample. Raises ConfigError."""
+        """Wait until all replicas can sample."""
         try:
             await asyncio.gather(*(self._begin(replica, self._limit) for replica in self.replicas))
         except GatewayError as error:
@@ -218,8 +216,6 @@ class ReplicaPool(Sampler):
             if time.monotonic() - moved_at > self.hang_s:
                 self.lose(replica, why, hangs=True)
 
-    # Versions
-
     async def publish(self, published: Published) -> None:
         """Load and prove a version on every serving replica. Those that fail are lost.
 
@@ -305,8 +301,6 @@ class ReplicaPool(Sampler):
         except GatewayError as error:
             raise EngineError(f"version {published.version}: {error.message}") from None
 
-    # Sharing devices with the trainer
-
     async def sleep(self) -> None:
         """Make replicas release memory, and kill those that do not serve yet. Calls wait until `wake`."""
         self.is_awake.clear()
@@ -328,8 +322,6 @@ class ReplicaPool(Sampler):
                 self.lose(replica, f"{failure}: {error}", hangs=True)
 
         await asyncio.gather(*(one(replica) for replica in self.replicas if replica.serving))
-
-    # Model calls
 
     async def announce(self, version: int) -> None:
         self._newest = max(version, self._newest)
@@ -432,8 +424,6 @@ class ReplicaPool(Sampler):
             sampled = unpack_ids(sequence.sampled)
             end = int(self._rng.integers(0, max(1, len(sampled))))
             self._recent.append(np.concatenate([prompt, sampled[:end]])[-self._prompt_tokens :])
-
-    # Reporting and background tasks
 
     def _write(
         self, replica: Replica, version: int | None, adapter: str, evidence: Evidence, seconds: float

@@ -1,7 +1,6 @@
 """`ReplicaPublisher`: vLLM replicas sample the weights that the embedded engine trains.
 
-A version is in `adapters/policy-<run>-<version>-<digest>`: an adapter, or all weights. Its files never
-change.
+A version is in `adapters/policy-<run>-<version>-<digest>`: an adapter, or all weights.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ async def open_replicas(
     """Open the replicas that `config` launches or names; leaving the context ends them.
 
     `server_url`: where other machines' replicas download adapters; empty if they share the run's folder.
-    Raises ConfigError for an unusable replica, and the supervisor's error for one that cannot run.
     """
     if not isinstance(backend, EmbeddedBackend):
         raise ConfigError(f"engine.backend: {config.engine.backend} has no weights for replicas")

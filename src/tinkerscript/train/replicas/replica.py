@@ -1,7 +1,8 @@
 """`Replica`: one vLLM server that samples for a run, with the versions that it has loaded.
 
 Its next-token logprobs tell which weights it has, always through an adapter, because vLLM 0.32 has two faults
-with adapters on the head (docs/vllm.md#what-was-run; `punica_wrapper.add_lora_logits`).
+with adapters on the head (docs/vllm.md#what-was-run; `punica_wrapper.add_lora_logits`). Methods that ask the
+server raise GatewayError.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Replica:
         self._is_gone.set()
 
     async def begin(self, model_folder: Path, timeout_s: float) -> ServerFacts:
-        """Wait until the server responds. Raises ConfigError."""
+        """Wait until the server responds."""
         self._samplers.clear()
         self._weights = ""
         self.tokens = 0.0
@@ -136,10 +137,7 @@ class Replica:
         return self.config.model if self._facts is None else self._facts.model
 
     async def take(self, folder: Path) -> None:
-        """Load the weights in `folder`. Raises GatewayError.
-
-        Full weights end running calls. Adapters load when a request names them.
-        """
+        """Load full weights, which ends running calls. Adapters load when a request names them."""
         name = folder.name
         if self.adapters or self._weights == name:
             return
@@ -150,7 +148,7 @@ class Replica:
         self._weights = name
 
     async def likeliest(self, folder: Path, prompts: Sequence[IntArray]) -> list[dict[int, float]]:
-        """The likeliest ids after each prompt (int32 [P]). Raises GatewayError."""
+        """Return the likeliest ids after each prompt (int32 [P])."""
         name = folder.name
 
         async def one(ids: IntArray) -> dict[int, float]:
@@ -172,10 +170,7 @@ class Replica:
         )
 
     async def sample(self, request: SampleRequest, version: int, *, is_held: bool = False) -> SampleResult:
-        """Raises LostError, and GatewayError as `RemoteSampler.sample` does.
-
-        `cut` leaves `is_held` calls alone.
-        """
+        """Raises LostError. `cut` leaves `is_held` calls alone."""
         sampler = self._samplers.get(version)
         if sampler is None:
             raise LostError(f"{self.name} does not have version {version}")
@@ -217,7 +212,7 @@ class Replica:
                 call.cancel()
 
     async def retire(self, version: int, name: str) -> None:
-        """Unload an adapter after running calls. Raises GatewayError."""
+        """Unload an adapter after running calls."""
         self._samplers.pop(version, None)
         if self.adapters:
             await self._server.unload_adapter(name)
@@ -233,7 +228,7 @@ class Replica:
             call.cancel()
 
     async def sleep(self) -> None:
-        """Release memory, and end running calls. Raises GatewayError."""
+        """Release memory, and end running calls."""
         samplers = self._samplers
         if self._text is not None:  # A cut is permanent.
             self._samplers = {version: replace(sampler) for version, sampler in samplers.items()}
@@ -244,7 +239,6 @@ class Replica:
         await self._server.wake()
 
     async def tokens_sampled(self) -> float:
-        """Raises GatewayError and TimeoutError."""
         async with asyncio.timeout(CHECK_TIMEOUT_S):
             self.tokens = await self._server.tokens_sampled()
         return self.tokens
