@@ -1,7 +1,7 @@
 """Remove containers when the process that started them ends.
 
 Inspect leaves them behind if the process is killed or the engine does not answer. This file runs as a
-separate process. It learns each Compose project's name before the project starts, and removes what is left
+separate process. It learns each Compose project's name before the project starts, and removes the rest
 when its standard input closes.
 """
 

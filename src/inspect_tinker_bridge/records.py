@@ -1,6 +1,6 @@
 """Inspect's records of episodes: a log of several, or a packed transcript of one.
 
-A log appears when it is complete. `pack_transcript` never raises.
+A log appears only once it is complete. `pack_transcript` never raises.
 """
 
 from __future__ import annotations

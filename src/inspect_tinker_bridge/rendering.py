@@ -476,7 +476,7 @@ class TokenBuffer:
         new = messages[count:-1] if prefill else messages[count:]
         if not new or not isinstance(prefill, str) or any(each["role"] == "assistant" for each in new):
             return None  # Later replies must not be rendered anew.
-        before: Any = turn.ids  # Such a renderer takes no images.
+        before: Any = turn.ids  # Ids alone: a renderer that continues takes no images.
         prompt, action = before[: turn.prompt_length], before[turn.prompt_length :]
         ids = renderer.continuation(prompt, action, messages[:count], new)
         return None if ids is None else before + ids + self._encoded(prefill)

@@ -248,7 +248,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._reader_timer = None
 
     def _time_out(self) -> None:
-        if self._in_body and self.flow.read_paused:  # The server paused, to catch up.
+        if self._in_body and self.flow.read_paused:  # The server itself has paused reading.
             self._timer = self.loop.call_later(self._limits.body_s, self._time_out)
         else:
             self._end(TIMED_OUT)

@@ -100,7 +100,7 @@ LOGPROBS = _bound(
     _CALL,
     "ask for fewer choices, tokens or top_logprobs",
 )
-TEMPLATE_KWARGS = _bound("chat_template_kwargs", 64, "arguments", 400, _CALL, "use those of the run")
+TEMPLATE_KWARGS = _bound("chat_template_kwargs", 64, "arguments", 400, _CALL, "use the run's")
 PREVIOUS = _bound("previous_response_id", 256, "characters", 400, _CALL, "use the id of a response")
 
 

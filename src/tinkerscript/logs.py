@@ -64,7 +64,10 @@ def about(*, run: str = "", episode: str = "", attempt: int = 0, client: str = "
 
 
 def start_logging(format: LogFormat | None = None, *, environ: Mapping[str, str] = os.environ) -> None:
-    """Log to standard error, in `format` or as the environment says. A second call does nothing."""
+    """Log to standard error, in `format` or as the environment says.
+
+    Does nothing if the root logger already has a handler.
+    """
     if not logging.getLogger().handlers:
         log_to(sys.stderr, "json" if (format or environ.get(FORMAT)) == "json" else "text", environ=environ)
 

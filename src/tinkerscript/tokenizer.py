@@ -40,7 +40,9 @@ class SpecialTokenEscaper:
     def __init__(
         self, special: Iterable[str], *, lstrip: Collection[str] = (), rstrip: Collection[str] = ()
     ) -> None:
-        """`lstrip` and `rstrip` tokens swallow the white space before or after them. No text may be empty."""
+        """`lstrip` tokens swallow the white space before them, `rstrip` tokens the white space after them. No
+        token's text may be empty.
+        """
         longest_first = sorted(special, key=len, reverse=True)
         as_json = [msgspec.json.encode(text)[1:-1] for text in (*longest_first, MARK)]
         self._found = re.compile(b"|".join(map(re.escape, as_json)))

@@ -100,6 +100,23 @@ async def test_the_start_policy_teaches_what_only_it_was_told(tmp_path: Path) ->
     assert [line["train/sequences"] for line in lines] == [GROUPS] * STEPS
 
 
+async def test_a_program_that_gives_the_teacher_nonsense_ends_only_its_own_episodes(tmp_path: Path) -> None:
+    """What a program hands in as metadata is its own choice; every third says a number, or far too much."""
+    nonsense = TOLD.replace(
+        """f"It is {sample['target']}."}""",
+        """[f"It is {sample['target']}.", 3, "word " * 3000][int(sample["id"]) % 3]}""",
+    )
+    assert nonsense != TOLD
+    (tmp_path / "told.py").write_text(nonsense)
+    made = config(tmp_path / "run", "", size=3)
+    task = made.task.model_copy(update={"name": f"{tmp_path / 'told.py'}:Told"})
+    run = await run_training(made.model_copy(update={"task": task}), QuietReporter())
+    lines = curve(run.path)
+    assert len(lines) == STEPS
+    failures = ask(run.path, "SELECT DISTINCT reason FROM trained WHERE outcome != 'trained'")
+    assert failures, "some say nonsense"
+
+
 async def test_reward_and_teacher_train_together(taught: Path, tmp_path: Path) -> None:
     made = config(tmp_path / "run", taught, size=4, reward_coef=10.0)
     lines = curve((await run_training(made, QuietReporter())).path)

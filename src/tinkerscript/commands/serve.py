@@ -51,7 +51,7 @@ class Served:
 
 
 def served_config(folder: Path, host: str, port: Port) -> RunConfig:
-    """Let only the context length limit replies."""
+    """Make a config in which only the context length limits replies."""
     return RunConfig(
         engine=EngineConfig(model=str(folder.absolute())),
         interchange_server=InterchangeConfig(interchange_server_host=host, interchange_server_port=port),

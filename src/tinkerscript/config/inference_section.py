@@ -121,7 +121,7 @@ class RoleConfig(Section):
 
     model: str = ""
     """Weights: a folder or Hugging Face id (both `frozen`), a checkpoint, or with `engine.backend: tinker` a
-    `tinker://` path or a model of the service. Empty: those of the run at its start. With `base_url`: the
+    `tinker://` path or a model of the service. Empty: the run's own at its start. With `base_url`: the
     model's name there (`frozen`: empty for the only one)."""
 
     base_url: str = ""

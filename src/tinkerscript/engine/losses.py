@@ -411,7 +411,7 @@ def _forward(
     rows: int | None,
     of_chunk: Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`of_chunk`: logits (n, V), temperatures (n,), places (s,) in [0, n), targets (s,) -> (s,) or (2, s)."""
+    """`of_chunk`: logits (n, V), temperatures (n,), places (s,) in [0, n), targets (s,) -> (s,) or (k, s)."""
     output = backbone_output(model, **inputs)
     hidden = output.last_hidden_state.flatten(0, 1)  # (B * N, C)
     device = hidden.device

@@ -293,7 +293,7 @@ _Segments = list[tuple[int, slice, list[slice]]]
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> tuple[Tensor, None]:
-    """(B, heads, N, D), (B, kv_heads, N, D) -> (B, N, heads, D), as Hugging Face calls it."""
+    """An attention function for Hugging Face: (B, heads, N, D), (B, kv_heads, N, D) -> (B, N, heads, D)."""
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
     device = query.device.type

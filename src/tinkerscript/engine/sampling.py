@@ -73,7 +73,7 @@ def choose(logits: Tensor, uniforms: Tensor, settings: RowSettings, allowed: Ten
     if allowed is None:
         weights = logprobs.exp()
     else:
-        # Masking probabilities would fail if everything allowed underflows in float32.
+        # Masking the probabilities instead would fail if all allowed ones underflowed in float32.
         weights = torch.softmax(scaled.masked_fill(~allowed, -torch.inf), dim=-1)
     best = weights.argmax(-1)
     if settings.truncated:

@@ -170,7 +170,8 @@ class ChatRenderer:
         """Return the ids to append to `tail + sampled` so that the assistant replies to `messages`, or None
         if the chat format cannot continue.
 
-        `tail` is the last turn's prompt, so that the cost does not grow. Chat templates need the `history`.
+        `tail` is only the last turn's prompt, so the cost does not grow with the conversation. Chat templates
+        need the whole `history`.
         """
         if self._renderer is None:
             conversation = history()

@@ -5,8 +5,8 @@ interface, but no terminal, capabilities or view of other processes. Control gro
 memory and processes where possible, otherwise setrlimit limits each process. A limit that cannot be enforced
 is refused.
 
-`stop` ends every process of the sandbox, and so does the end of the process that started it, even by SIGKILL,
-which also removes the files.
+`stop` ends every process of the sandbox. So does the end of the process that started it, even by SIGKILL; the
+files are then removed too.
 
 Sources: https://github.com/containers/bubblewrap, namespaces(7), nsenter(1), cgroups(7), getrlimit(2),
 https://docs.kernel.org/admin-guide/cgroup-v2.html

@@ -193,7 +193,7 @@ async def find_beginning(ledger: Ledger, checkpoints: Collection[int], *, replay
 
 
 async def given_up_positions(ledger: Ledger, history: History) -> list[int]:
-    """Call it after the resumption is committed."""
+    """Call this once the resumption is committed."""
     return [each for (each,) in await ledger.read(_AGAIN, (history.next_position - 1,))]
 
 

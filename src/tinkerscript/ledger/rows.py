@@ -1,4 +1,4 @@
-"""The tables of a run's ledger, as structs of rows, which also travel over the link.
+"""The tables of a run's ledger: one struct for each, whose instances are its rows, also on the link.
 
 `KEY` and `CONSTRAINTS` ensure that an episode ends once and trains once per step and role, and that a policy
 version is published once. Rows of undone steps stay, with the resumption in `undone`.

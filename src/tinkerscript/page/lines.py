@@ -163,7 +163,7 @@ def line(ledger: LedgerReader, episode: Episode) -> EpisodeLine:
 
 
 def lines(ledger: LedgerReader, rest: str, parameters: Sequence[Any], *, limit: int) -> list[EpisodeLine]:
-    """An index must answer the query `rest`."""
+    """`rest` must make a query that an index answers."""
     return [line(ledger, each) for each in episodes(ledger, f"{rest} LIMIT {limit}", parameters)]
 
 

@@ -2,7 +2,7 @@
 
 tinkerscript train train.yaml --set workers.script=agent.py
 
-A machine that only runs it needs `pip install tinkerscript openai`: the client, and what is imported here.
+A machine that only runs it needs `pip install tinkerscript openai`: the client, and this file's imports.
 """
 
 import re
@@ -13,7 +13,7 @@ from tinkerscript.client import Episode
 
 
 def rollout(episode: Episode) -> float:
-    """Run one episode; returns its reward. What it raises is recorded, and the episode is tried again."""
+    """Run one episode; returns its reward. An exception is recorded, and the episode is tried again."""
     sample = episode.payload["sample"]
     assert isinstance(sample, dict)
     with OpenAI(base_url=episode.openai_base_url, api_key=episode.openai_api_key) as client:

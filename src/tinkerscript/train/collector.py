@@ -188,6 +188,7 @@ class Collector:
     seen: Callable[[Outcome], None] | None = None
     slots: int = 0
     scores: Collection[str] = ()
+    check_for_teacher: Callable[[EpisodeAccepted], None] | None = None
     judge: GroupJudge | None = None
 
     def __post_init__(self) -> None:
@@ -264,7 +265,7 @@ class Collector:
     def receive(self, outcomes: Sequence[Outcome]) -> None:
         left_out = list[TrainedRow]()
         for result in outcomes:
-            outcome = usable(result, self.scores)
+            outcome = usable(result, self.scores, self.check_for_teacher)
             if isinstance(result, EpisodeAccepted) and isinstance(outcome, EpisodeFailed):
                 reason = f"{why_failed(outcome)} from client {result.client_uuid!r}"
                 self.progress.note(f"episode {result.episode_uuid} is kept but does not train: {reason}")

@@ -75,6 +75,7 @@ class TrainingLoop:
             seen=policy.note,
             slots=parts.config.slots,
             scores=training.reward_weights.keys(),
+            check_for_teacher=teacher.check if (teacher := learners[0].distillation) else None,
             judge=judge,
         )
         self._stream = GroupStream(source, self._collector, progress, training, samples, self._lags)

@@ -28,12 +28,15 @@ from tinkerscript.config import (
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import EngineError
 from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.protocol import failure_line
 from tinkerscript.rollouts.advantages import Doubles, WeightedRollout
-from tinkerscript.rollouts.call import Call, FloatArray, IntArray, conversation_of, with_messages
+from tinkerscript.rollouts.call import Call, FloatArray, IntArray, calls_of, conversation_of, with_messages
+from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import BoolArray, EpisodeRollouts, Rollout
 from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.tokenizer_check import check_same_tokenizer
+from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 ReferenceLogprobs = Callable[[list[IntArray], list[FloatArray]], Awaitable[list[FloatArray]]]
 """(token ids int32 [T] each, sampling temperatures float32 [T] each) -> a frozen model's logprobs, float32
@@ -173,6 +176,30 @@ class Distillation:
         whose = f"training.distillation.teacher: {self._name!r}"
         check_same_tokenizer(folder, self._teacher.folder, whose=whose)
 
+    def check(self, outcome: EpisodeAccepted) -> None:
+        """Raises ValueError for an episode that the teacher cannot read.
+
+        Programs decide what an episode says and how long it is, so it must not end the run.
+        """
+        calls = calls_of(outcome.all_calls)
+        longest = self._teacher.max_context
+        context = outcome.metadata.get(CONTEXT)
+        if context is None and sum(len(each.new_prompt) + len(each.sampled) for each in calls) <= 4 * longest:
+            return
+        rollouts = merge_calls(calls, episode_uuid=outcome.episode_uuid)
+        episode = EpisodeRollouts(outcome.episode_uuid, 0.0, rollouts, tuple(calls), {CONTEXT: context})
+        try:
+            prompts = informed_prompts([episode], self._renderer)
+        except Exception as error:
+            raise ValueError(failure_line(error)) from error
+        for rollout in rollouts:
+            read = prompts.get(id(rollout), rollout.prompt_tokens)
+            length = len(read) + len(rollout.tokens) - rollout.prompt_length
+            if length > longest:
+                raise ValueError(
+                    f"the teacher {self._name!r} reads {longest} tokens, and a sequence has {length} for it"
+                )
+
     async def apply(
         self, items: Sequence[WeightedRollout], episodes: Iterable[EpisodeRollouts] = ()
     ) -> tuple[list[WeightedRollout], float]:
@@ -255,14 +282,14 @@ async def open_distillation(
         if teacher.max_context < backend.max_context:
             progress.note(
                 f"the teacher {section.teacher!r} reads only {teacher.max_context} tokens, but the model "
-                f"that trains {backend.max_context}: a sequence too long for the teacher ends the run"
+                f"that trains {backend.max_context}: an episode with a longer sequence does not train"
             )
         yield made
 
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """The trainer's probability before the update over the sampler's, float64, for loss tokens."""
+    """Ratios of the trainer's probability before the update to the sampler's, float64, of loss tokens."""
 
     token: Doubles
     product: Doubles

@@ -6,7 +6,7 @@ repeat until `Committed`, in order. Outcomes arrive in order of their end number
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -355,14 +355,20 @@ QUARANTINED = "reward_out_of_bounds"  # Beyond `errors.MAX_REWARD`.
 JUDGE_FAILED = "judge_failed"
 UNREADABLE = "calls_unreadable"  # Its calls do not follow each other.
 SCORE_MISSING = "score_missing"  # `training.reward_weights` names it.
+TEACHER_CANNOT_READ = "teacher_cannot_read"
 
 
 def scores_of(outcome: EpisodeAccepted) -> dict[str, float]:
     return {name.removeprefix("score/"): value for name, value in outcome.log_metrics.items()}
 
 
-def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
-    """Fail a result with a reward out of bounds, calls that cannot be merged, or a missing score."""
+def usable(
+    outcome: Outcome,
+    scores: Collection[str] = (),
+    check_for_teacher: Callable[[EpisodeAccepted], None] | None = None,
+) -> Outcome:
+    """Fail a result that would end the step: one with a reward out of bounds, calls that cannot be merged, a
+    missing score, or something that the teacher cannot read (a ValueError of `check_for_teacher`)."""
     if isinstance(outcome, EpisodeFailed):
         return outcome
     kind = QUARANTINED
@@ -381,6 +387,9 @@ def usable(outcome: Outcome, scores: Collection[str] = ()) -> Outcome:
                 f"training.reward_weights needs the score {missing[0]!r}, and the scores of this episode are "
                 f"{', '.join(sorted(found)) or 'none'}: end it with scores of these names"
             )
+        kind = TEACHER_CANNOT_READ
+        if check_for_teacher is not None and outcome.episode_type == "train":
+            check_for_teacher(outcome)
     except ValueError as error:
         return outcome.failed(kind, str(error))
     return outcome

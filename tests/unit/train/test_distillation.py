@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tinker
@@ -31,6 +32,7 @@ from tinkerscript.train.backends.backend import FrozenModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.token_advantages import Distillation, KLPenalty, open_distillation
+from tinkerscript.trainer_link.messages import EpisodeFailed, usable
 
 
 class ScriptedTeacher(FrozenModel):
@@ -170,6 +172,32 @@ async def test_a_context_that_the_teacher_cannot_read_is_named(
     episode = replace(make_episode([call]), metadata={"teacher_context": context})
     with pytest.raises(EngineError, match=f"episode e: teacher_context in the metadata .*{message}"):
         await distillation().apply(items(episode), [episode])
+    outcome = make_accepted("e", 1.0, [call], metadata={"teacher_context": context})
+    with pytest.raises(ValueError, match=f"episode e: teacher_context in the metadata .*{message}"):
+        distillation().check(outcome)
+
+
+@pytest.mark.parametrize(("tokens", "words", "length"), [(46, 0, 48), (47, 0, 49), (2, 1, 18), (2, 40, 96)])
+def test_an_episode_that_is_too_long_for_the_teacher_is_named(tokens: int, words: int, length: int) -> None:
+    """It reads 48 tokens."""
+    call = make_call(None, [5, 6], [11] * tokens, messages=json.dumps(asked("2+2?")))
+    context = {"teacher_context": "4 " * words} if words else {}
+    outcome = make_accepted("e", 1.0, [call], metadata=context)
+    if words:
+        prompt = renderer().render(asked("2+2?\n\n" + "4 " * words), [])
+        assert len(prompt) + tokens == length
+    if length > 48:
+        with pytest.raises(ValueError, match=f"the teacher 't' reads 48 tokens, and a sequence has {length}"):
+            distillation().check(outcome)
+    else:
+        distillation().check(outcome)
+
+
+def test_an_episode_of_another_kind_is_not_read_by_the_teacher() -> None:
+    outcome = make_accepted("e", 1.0, [make_call(None, [5, 6], [11])], metadata={"teacher_context": 3})
+    assert isinstance(usable(outcome, check_for_teacher=distillation().check), EpisodeFailed)
+    evaluated = msgspec.structs.replace(outcome, episode_type="eval")
+    assert usable(evaluated, check_for_teacher=distillation().check) is evaluated
 
 
 async def test_the_contexts_of_a_step_reach_the_teacher(engine: EmbeddedEngine) -> None:

@@ -124,7 +124,7 @@ class _FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
 def normalized_messages(items: str | list[dict[str, Any]], instructions: str | None) -> list[ChatMessage]:
     conversation = _Conversation()
     if instructions:
-        # A continuation drops it.
+        # A response that continues this one drops the message.
         conversation.messages.append({"role": "system", "content": instructions, "instructions": True})
     if isinstance(items, str):
         conversation.messages.append({"role": "user", "content": items})

@@ -127,7 +127,7 @@ class RemoteSampler(Sampler):
         return first, last
 
     def _logprob_kind(self, request: SampleRequest) -> LogprobKind:
-        # vLLM renormalizes after these; `processed` means before.
+        # `processed` means before top-p, top-k and min-p, and vLLM renormalizes after them.
         truncated = request.top_p < 1 or request.top_k > 0 or request.min_p > 0
         if request.repetition_penalty != 1 or (truncated and self.facts.logprob_kind == "processed"):
             return "unknown"

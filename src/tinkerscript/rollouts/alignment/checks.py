@@ -27,7 +27,7 @@ ERRORS: Mapping[str, str] = {
     "logprobs_all_zero": "all logprobs are 0, as from a server that has none",
     "logprob_sentinel": "a logprob is -9999 or less, which servers send for -inf",
     "tokens_differ_from_call": "the sequence's sampled tokens are not those that the call sampled",
-    "logprobs_differ_from_call": "the sequence's logprobs are not those of the call",
+    "logprobs_differ_from_call": "the sequence's logprobs are not the call's",
     "prefix_differs_from_prompt": "the tokens before a sampled token are not the prompt of its call",
     "images_differ_from_prompt": "the images before a sampled token are not in the prompt of its call",
     "mask_differs_from_calls": "a token is marked as sampled that no call sampled, or the reverse",
@@ -43,7 +43,7 @@ ERRORS: Mapping[str, str] = {
     "experts_of_another_model": "the recorded experts do not fit the trainer's layers, or their number",
     "logprobs_shifted": "the logprobs match the tokens one or two positions away",
     "logprobs_truncated": "the logprobs of a call end before its tokens do",
-    "logprobs_of_the_likeliest": "the logprobs are those of the most likely token, not of the sampled one",
+    "logprobs_of_the_likeliest": "the logprobs belong to the most likely token, not to the sampled one",
     "logprobs_contradict": "after one prefix, a token has two logprobs, or probabilities sum to more than 1",
     "logprob_gap": "the sampler's logprobs differ from the trainer's in no known pattern",
 }
