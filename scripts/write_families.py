@@ -32,8 +32,15 @@ def render() -> str:
     rows: dict[str, list[str]] = {}
     for family in FAMILIES:
         rows.setdefault(_traits(family), []).append(family.name)
-    head = "| decoder | layers keep | LoRA's targets | shares prefixes | replays experts | families |"
-    lines = [head, "|---|---|---|---|---|---|"]
+    columns = (
+        "decoder",
+        "layers keep",
+        "LoRA's targets",
+        "shares prefixes",
+        "replays experts",
+        "vLLM samples",
+    )
+    lines = [f"| {' | '.join(columns)} | families |", "|---|---|---|---|---|---|---|"]
     return "\n".join([*lines, *(f"| {traits} | {'; '.join(names)} |" for traits, names in rows.items())])
 
 
@@ -42,7 +49,7 @@ def _traits(family: Family) -> str:
     decoder = "fused" if family.is_fused else "own forward pass"
     targets = "all" if family.targets == Family.targets else ", ".join(family.targets)
     replays = ("yes" if family.replays else "no") if family.is_mixture else "-"
-    return f"{decoder} | {kept} | {targets} | {'yes' if family.shares else 'no'} | {replays}"
+    return f"{decoder} | {kept} | {targets} | {'yes' if family.shares else 'no'} | {replays} | {family.vllm}"
 
 
 def page() -> str:

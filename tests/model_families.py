@@ -66,6 +66,9 @@ class Family:
     replays: bool = True
     """Whether training can replay what routers chose, if it is a mixture of experts."""
 
+    vllm: str = "adapters"
+    """What vLLM's registry says that it samples: `adapters`, only `all weights`, or `none`."""
+
     scale: float = 4
     """Of its random weights, so large that attention is not uniform, and windows are felt."""
 
@@ -89,9 +92,11 @@ FAMILIES = [
     Family("Qwen 3", "Qwen3", HEADS, is_fused=True),
     Family("Mistral", "Mistral", {"sliding_window": None, **GROUPED}, is_fused=True),
     Family("Mistral with a window", "Mistral", {**WINDOW, **GROUPED}),
-    Family("Ministral", "Ministral", {**MIXED, **HEADS}),
+    Family("Ministral", "Ministral", {**MIXED, **HEADS}, vllm="none"),
     Family("Ministral 3", "Ministral3", {**HEADS}),
-    Family("GPT-2", "GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}),
+    Family(
+        "GPT-2", "GPT2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}, vllm="all weights"
+    ),
     Family("GPT-NeoX (Pythia)", "GPTNeoX", {}),
     Family("Gemma", "Gemma", HEADS),
     Family("Gemma 2", "Gemma2", {**MIXED, **HEADS}),
@@ -119,15 +124,15 @@ FAMILIES = [
     Family("Cohere 2", "Cohere2", {**MIXED, **GROUPED}),
     Family("EXAONE 4", "Exaone4", {**MIXED, **GROUPED}),
     Family("StarCoder 2", "Starcoder2", {**GROUPED, **WINDOW}),
-    Family("StableLM", "StableLm", GROUPED),
+    Family("StableLM", "StableLm", GROUPED, vllm="all weights"),
     Family("Nemotron", "Nemotron", GROUPED),
-    Family("Helium", "Helium", HEADS),
+    Family("Helium", "Helium", HEADS, vllm="none"),
     Family("Apertus", "Apertus", GROUPED),
     Family("Seed-OSS", "SeedOss", HEADS),
     Family("Hunyuan", "HunYuanDenseV1", HEADS),
     Family("ERNIE 4.5", "Ernie4_5", HEADS),
     Family("Arcee", "Arcee", GROUPED),
-    Family("nanochat", "NanoChat", GROUPED),
+    Family("nanochat", "NanoChat", GROUPED, vllm="none"),
     Family(
         "Qwen 2 MoE",
         "Qwen2Moe",
@@ -135,7 +140,7 @@ FAMILIES = [
     ),
     Family("Qwen 3 MoE", "Qwen3Moe", {**HEADS, **EXPERTS, "num_experts": 4}),
     Family("Mixtral", "Mixtral", {**GROUPED, "num_local_experts": 4}),
-    Family("Phi 3.5 MoE", "Phimoe", {**GROUPED, "num_local_experts": 4}, replays=False),
+    Family("Phi 3.5 MoE", "Phimoe", {**GROUPED, "num_local_experts": 4}, replays=False, vllm="none"),
     Family("OLMoE", "Olmoe", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
     Family(
         "GLM 4 MoE",
@@ -261,6 +266,7 @@ FAMILIES = [
             "mamba_chunk_size": 16,
         },
         shares=False,
+        vllm="none",
     ),
     Family(
         "Jamba",
@@ -281,5 +287,6 @@ FAMILIES = [
         "Mpt",
         {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT},
         shares=False,
+        vllm="none",
     ),
 ]
