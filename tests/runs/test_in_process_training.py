@@ -14,8 +14,8 @@ from inspect_ai._util.entrypoints import clear_entry_points_state
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
 from run_ledger import ask, outcomes, rows
-from tinkerscript.config import EvaluationConfig, RunConfig, SamplingConfig
-from tinkerscript.errors import ConfigError, NoSuccessError
+from tinkerscript.config import EvaluationConfig, RunConfig, SamplingConfig, parse_config
+from tinkerscript.errors import ConfigError, EngineError, NoSuccessError
 from tinkerscript.ledger.health import health_rows
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.rows import EpisodeRow, StepRow
@@ -90,6 +90,21 @@ async def test_a_run_in_which_everything_fails_ends_and_can_be_resumed(
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary["train_episodes"] == 20
     assert (summary["episodes_lost"], summary["steps"]) == (0, 1)
+
+
+async def test_a_resumption_that_is_refused_leaves_the_config_as_it_was(tmp_path: Path) -> None:
+    made = config(tmp_path, steps=1).model_copy(update={"evaluation": EvaluationConfig(episodes=0)})
+    run = tmp_path / "run"
+    await run_training(made, QuietReporter())
+    kept = (run / "config.yaml").read_text()
+    wrong = parse_config(kept, source="config", overrides=["engine.lora.rank=4", "training.steps=2"])
+    with pytest.raises(EngineError, match="is not a LoRA adapter"):
+        await run_training(wrong, QuietReporter(), path=run)
+    assert (run / "config.yaml").read_text() == kept
+    right = parse_config(kept, source="config", overrides=["training.steps=2"])
+    await run_training(right, QuietReporter(), path=run)
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    assert "steps: 2" in (run / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize(("temperature", "precedence"), [(0.5, "program"), (0.0, "run"), (0.0, "program")])

@@ -7,7 +7,6 @@ import json
 import os
 import ssl
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -106,9 +105,13 @@ def _is_loopback(url: str) -> bool:
 
 
 def local_server_url() -> str:
-    with suppress(ValueError):
+    """Raises ValueError if the newest run here has no server: another run may have the default port."""
+    if not LATEST.exists():
+        return DEFAULT_SERVER_URL
+    try:
         return url_of_run(LATEST)
-    return DEFAULT_SERVER_URL
+    except ValueError as error:
+        raise ValueError(f"{error}; name another with --server") from error
 
 
 def make_settings(

@@ -38,7 +38,7 @@ from tinkerscript.processes.children import (
 from tinkerscript.processes.launcher import MAX_RESTARTS
 from tinkerscript.processes.planned import server_process
 from tinkerscript.processes.supervisor import Supervisor
-from tinkerscript.train.identity import check_unused, check_whole, identify
+from tinkerscript.train.identity import check_unused, check_whole, identify, link_as_latest
 
 READY_POLL_S = 0.2
 
@@ -127,6 +127,7 @@ async def serve_run(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)
     identify(folder)
+    link_as_latest(folder)
     if resume is None or overrides:
         write_atomically(folder / "config.yaml", dump_config(config))
     async with Supervisor(max_restarts=MAX_RESTARTS, note=console.print) as supervisor:

@@ -7,6 +7,7 @@ carry their run's identity.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sqlite3
 import tempfile
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from tinkerscript.config import RUNS
 from tinkerscript.errors import ConfigError
-from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign, sync, write_atomically, write_json
+from tinkerscript.files import LATEST_RUN, LEDGER_FILE, RUN_ID, is_foreign, sync, write_atomically, write_json
 from tinkerscript.ledger.history import LAST_STEP, check_covers
 from tinkerscript.remote_folder import CHECKPOINTS, MANIFEST
 
@@ -134,3 +136,15 @@ def size_of(path: Path) -> int:
 
 def _listed(paths: Sequence[Path]) -> str:
     return ", ".join(path.name for path in paths)
+
+
+def link_as_latest(run: Path) -> None:
+    """Point `runs/latest` at this run, unless it is a real folder."""
+    link = RUNS / LATEST_RUN
+    if link.is_dir() and not link.is_symlink():
+        return
+    RUNS.mkdir(parents=True, exist_ok=True)
+    draft = RUNS / f".latest-{os.getpid()}"
+    draft.unlink(missing_ok=True)
+    draft.symlink_to(os.path.relpath(run, RUNS), target_is_directory=True)
+    draft.replace(link)

@@ -100,11 +100,17 @@ def wide_clip(config: TrainingConfig) -> str:
 
 
 def loss_config(config: TrainingConfig, loss: Loss) -> dict[str, float]:
-    clip = {
-        "clip_low_threshold": None if config.clip_low is None else 1 - config.clip_low,
-        "clip_high_threshold": None if config.clip_high is None else 1 + config.clip_high,
-    }
-    given = {key: value for key, value in clip.items() if key in loss.settings and value is not None}
+    """Raises ConfigError for a clip of a loss that clips nothing."""
+    given: dict[str, float] = {}
+    for key, value, sign in (("clip_low", config.clip_low, -1), ("clip_high", config.clip_high, 1)):
+        setting = f"{key}_threshold"
+        if value is not None and setting not in loss.settings:
+            raise ConfigError(
+                f"training.{key}: the loss {config.loss_fn!r} clips no ratios; leave it out, or let your own "
+                f"loss declare the setting {setting!r} (docs/extending.md)"
+            )
+        if value is not None:
+            given[setting] = 1 + sign * value
     limit = config.rollout_correction.off_policy_mask
     terms = {"off_policy_mask": limit} if limit else {}
     return {**loss.settings, **given, **terms, **config.loss_config}

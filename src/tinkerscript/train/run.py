@@ -178,6 +178,7 @@ async def run_training(
                     where = folder.checkpoints_of(role) if role else folder.checkpoints
                     await each.renew_start(where / name)
 
+            folder.keep_config()
             loop = TrainingLoop(
                 run, samples, opened.source, policy, learners, extra, judge, restore=restore, renew=renew
             )

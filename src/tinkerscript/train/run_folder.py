@@ -13,7 +13,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -26,11 +25,11 @@ from typing import Any
 from tinker_cookbook.utils.ml_log import JsonLogger, MultiplexLogger
 from tokenizers import Tokenizer
 
-from tinkerscript.config import RUNS, RunConfig, dump_config
+from tinkerscript.config import RunConfig, dump_config
 from tinkerscript.dashboard.learning_curve import NLL_CURVE, REWARD_CURVE, draw_learning_curve
 from tinkerscript.dashboard.progress import ProgressReporter
 from tinkerscript.errors import ConfigError
-from tinkerscript.files import LATEST_RUN, write_atomically, write_json
+from tinkerscript.files import write_atomically, write_json
 from tinkerscript.lifecycle import try_lock
 from tinkerscript.remote_folder import ROLES, Uploads, is_url
 from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
@@ -40,6 +39,7 @@ from tinkerscript.train.identity import (
     check_whole,
     damage_of,
     identify,
+    link_as_latest,
     write_manifest,
 )
 from tinkerscript.train.step_metrics import TrainerMetrics, metric_loggers
@@ -83,10 +83,12 @@ class RunFolder:
         except ConfigError:
             self._lock.close()
             raise
-        write_atomically(self.path / "config.yaml", dump_config(config))
+        path = self.path / "config.yaml"
+        self._config_before = path.read_text(encoding="utf-8") if path.exists() else ""
+        write_atomically(path, dump_config(config))
         self._curve = NLL_CURVE if config.method == "sft" else REWARD_CURVE
         self._next_drawing = 0.0
-        _link_as_latest(self.path)
+        link_as_latest(self.path)
 
     @property
     def checkpoints(self) -> Path:
@@ -228,7 +230,13 @@ class RunFolder:
             ended = time.monotonic()
             self._next_drawing = ended + 20 * (ended - began)
 
+    def keep_config(self) -> None:
+        """Call this once the run can go on with its config. Until then, `close` puts the one before back."""
+        self._config_before = ""
+
     def close(self) -> None:
+        if self._config_before:
+            write_atomically(self.path / "config.yaml", self._config_before)
         self._metrics.close()
         self._lock.close()
 
@@ -248,18 +256,6 @@ def _step_of(line: str, *, beyond: int) -> int:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError):
         return beyond
-
-
-def _link_as_latest(run: Path) -> None:
-    """Point `runs/latest` at this run, unless it is a real folder."""
-    link = RUNS / LATEST_RUN
-    if link.is_dir() and not link.is_symlink():
-        return
-    RUNS.mkdir(parents=True, exist_ok=True)
-    draft = RUNS / f".latest-{os.getpid()}"
-    draft.unlink(missing_ok=True)
-    draft.symlink_to(os.path.relpath(run, RUNS), target_is_directory=True)
-    draft.replace(link)
 
 
 def _left_out(outcome: Outcome, why: str) -> dict[str, Any]:

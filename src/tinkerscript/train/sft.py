@@ -92,6 +92,7 @@ async def run_sft(
             )
         beta = config.sft.dpo_beta
         dpo = Dpo(backend.start_logprobs, beta) if beta else None
+        folder.keep_config()
         sft = SupervisedRun(run, ledger, backend.client, chats, step, run.train_seconds, next_chat, dpo)
         await run_beside(backend, asyncio.create_task(sft.run(), name="sft"))
         with progress.waiting("the final checkpoint"):

@@ -162,6 +162,12 @@ def test_a_run_is_found_by_its_folder_and_the_newest_one_without(
     served(url, 2**30)
     assert "the interchange server of runs/latest does not run" in said("status", "runs/latest")
     assert "has had no interchange server" in said("control", "failed", "--server", ".")
+    refusal = "the interchange server of runs/latest does not run; name another with --server"
+    assert refusal in said("status")
+    assert refusal in said("worker", "agent.py")
+    assert len(asked) == 3, "nothing joins whatever has the default port"
+    (run / "server.json").unlink()
+    run.rmdir()
     assert local_server_url() == DEFAULT_SERVER_URL
 
 
