@@ -98,7 +98,7 @@ def test_a_metric() -> None:
             self.groups = groups
 
     facts: Any = Facts(groups)
-    assert metric(facts) == {"reward/solved": 0.5}
+    assert metric(facts) == {"mine/solved": 0.5}
     nothing: Any = Facts([])
     assert metric(nothing) == {}
 

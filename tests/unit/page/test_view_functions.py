@@ -279,6 +279,19 @@ def test_what_cuts_replies_off_is_named(
     assert row.words.startswith(advice)
 
 
+@pytest.mark.parametrize(
+    ("nats", "clipped", "kind"),
+    [(0.2, 0.0, "warn"), (0.02, 0.75, "warn"), (0.02, 0.3, "good"), (0.003, 0.75, "good")],
+)
+def test_a_narrow_clip_in_small_steps_is_no_reason_to_worry(
+    tmp_path: Path, nats: float, clipped: float, kind: str
+) -> None:
+    with WrittenRun(tmp_path) as run:
+        run.step(1, {"train/kl_step": nats, "train/clip_fraction": clipped})
+        (row,) = (row for row in health_rows(run.reader) if row.name == "rate")
+    assert row.kind == kind
+
+
 def test_a_trainer_that_is_gone_without_a_word_was_stopped() -> None:
     host, pid, started = ProcessId.own()
     assert state({"state": "running", "process": [host, pid, started]}) == "running"
