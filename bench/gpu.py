@@ -79,6 +79,8 @@ class Sizes(NamedTuple):
 SIZES = {"cuda": Sizes(128, 2048, 8192, 20), "cpu": Sizes(8, 512, 512, 6)}
 """By kind of device. A CPU only tries the program."""
 
+SHAPES = {"cuda": ("1.7B", "8B"), "cpu": ("20M",)}
+
 CONTEXT = 16_384
 
 LARGEST_LOGIT = 30.0
@@ -653,7 +655,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="Markdown, appended to")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--shapes", nargs="+", choices=MODELS, default=("1.7B", "8B"))
+    parser.add_argument("--shapes", nargs="+", choices=MODELS, help="1.7B and 8B, on a CPU 20M")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
@@ -662,6 +664,7 @@ def main() -> None:
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"torch {torch.__version__} finds no CUDA device here; --device cpu tries all")
+    shapes = given.shapes or SHAPES[device.type]
     table = Table(given.output)
     table.say(
         f"{device_name(device)}, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, "
@@ -670,7 +673,7 @@ def main() -> None:
     wrong = 0
     for part in given.parts:
         began = time.monotonic()
-        globals()[part](table, device, given.shapes)
+        globals()[part](table, device, shapes)
         wrong += table.conclude()
         table.say(f"\n({part}: {time.monotonic() - began:.0f} s)")
     if wrong:
