@@ -603,7 +603,7 @@ def demo(table: Table, device: torch.device, _: Sequence[str]) -> None:
         f"The demo, `--set engine.device={device}`",
         *("weights", "seconds", "held out before", "after", "largest gap of log probabilities"),
     )
-    lora = ("engine.lora.rank=16", "engine.dtype=bfloat16", "training.learning_rate=2e-3")
+    lora = ("engine.lora.rank=16", "engine.dtype=bfloat16", "training.learning_rate=1e-3")
     for weights, options, largest in (("all, float32", (), 1e-4), ("LoRA, bfloat16", lora, 0.5)):
         with tempfile.TemporaryDirectory() as name:
             summary, took = trained(device, Path(name) / "run", *options)
