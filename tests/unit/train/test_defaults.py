@@ -10,9 +10,12 @@ import pytest
 from tinker_cookbook.hyperparam_utils import get_lr
 
 from tinkerscript.commands.plan import plan
-from tinkerscript.config import RunConfig
+from tinkerscript.config import RunConfig, TrainingConfig
+from tinkerscript.engine.losses import Loss
+from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.train.defaults import parameters_of, resolved
+from tinkerscript.train.policy_loss import loss_config
 
 SMOLLM2 = {
     **{"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536},
@@ -128,3 +131,15 @@ def test_the_plan_says_the_rate_and_what_does_not_fit(large: str) -> None:
     assert "  1e-06, for all weights" in lines
     assert any("100,000 do not fit the context of 8,192" in line for line in lines)
     assert not any("do not fit" in line for line in plan(made(large, sampling={"max_tokens": 4096})))
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"), [("clip_low", "clip_low_threshold"), ("clip_high", "clip_high_threshold")]
+)
+def test_a_clip_that_the_loss_does_not_use_is_refused(key: str, setting: str) -> None:
+    config = TrainingConfig.model_validate({"loss_fn": "importance_sampling", key: 0.3})
+    refusal = rf"training\.{key}: the loss 'importance_sampling' clips no ratios.*{setting}"
+    with pytest.raises(ConfigError, match=refusal):
+        loss_config(config, Loss(lambda logprobs, inputs, settings: -logprobs))
+    clips = Loss(lambda logprobs, inputs, settings: -logprobs, settings={setting: 1.0})
+    assert loss_config(config, clips)[setting] == pytest.approx(0.7 if key == "clip_low" else 1.3)
