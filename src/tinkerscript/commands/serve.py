@@ -16,6 +16,7 @@ from rich.console import Console
 from tinkerscript.access_tokens import CLIENT_TOKEN, read_token
 from tinkerscript.addresses import moved_to
 from tinkerscript.config import (
+    RUNS,
     EngineConfig,
     InterchangeConfig,
     Port,
@@ -127,7 +128,8 @@ async def serve_run(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     (folder / "logs").mkdir(exist_ok=True)
     identify(folder)
-    link_as_latest(folder)
+    if folder.parent.resolve() == RUNS.resolve():  # A service's working directory may be read-only.
+        link_as_latest(folder)
     if resume is None or overrides:
         write_atomically(folder / "config.yaml", dump_config(config))
     async with Supervisor(max_restarts=MAX_RESTARTS, note=console.print) as supervisor:
