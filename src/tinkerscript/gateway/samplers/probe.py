@@ -103,7 +103,7 @@ class Probe:
                 continue
             shifted = len(scores) > 1 and _mean_gap(sample.logprobs[1:], scores[:-1]) <= MAX_MEAN_GAP
             raise self._missing(
-                "the logprobs of sampled tokens differ from those of the same tokens in a prompt by "
+                "sampled tokens have other logprobs than the same tokens in a prompt, by "
                 f"{gap:.3f} nats on average" + (" (they are one token late)" if shifted else ""),
                 "wrong",
             )
