@@ -178,7 +178,8 @@ chaos: $(VENV)/.installed postgres  ## Kill every process in every state, attack
 	$(BIN)/$(PYTEST) --hypothesis-profile=chaos tests/unit/server/test_episodes.py tests/integration/test_api_machine.py
 
 vllm: $(VLLM)/.installed  ## Replicas of vLLM (CPU build), and what may go wrong with them; LONG=1 trains the demo through two
-	$(BIN)/$(PYTEST) -n 2 --dist loadfile $(MARKED) tests/vllm
+	$(VLLM)/bin/$(PYTEST) tests/vllm/test_registry.py
+	$(BIN)/$(PYTEST) -n 2 --dist loadfile $(MARKED) --ignore tests/vllm/test_registry.py tests/vllm
 
 agents: $(VENV)/.installed $(AGENTS)/.installed bubblewrap  ## Claude Code, Codex, mini-swe-agent, opencode (npm, bubblewrap); LONG=1 plays each twenty times at once
 	$(BIN)/$(PYTEST) $(MARKED) tests/agents
