@@ -23,6 +23,7 @@ import argparse
 import importlib.util
 import json
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -594,7 +595,8 @@ def trained(device: torch.device, run: Path, *settings: str) -> tuple[dict[str, 
     command = command_of(device, run, *settings)
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
-        raise SystemExit(f"the run failed:\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}")
+        kept = shutil.copytree(run, Path(tempfile.mkdtemp(prefix="failed-")) / "run")
+        raise SystemExit(f"the run in {kept} failed:\n{found.stdout[-3000:]}\n{found.stderr[-3000:]}")
     return json.loads((run / "summary.json").read_text()), time.perf_counter() - began
 
 
