@@ -201,8 +201,10 @@ def loud(table: Table, device: torch.device, _: Sequence[str]) -> None:
         script.write_text(PARITY)
         settings = (f"workers.script={script}", "engine.dtype=bfloat16", "engine.lora.rank=16")
         summary, took = trained(device, Path(name) / "run", f"engine.model={folder}", *settings, *SHORT)
-        gap = summary["max_abs_dlogp"]
-        table.must(f"a run of two steps ends ({took:.0f} s), largest gap {gap:.1e} below 0.5", gap < 0.5)
+        gap, most = summary["mean_abs_dlogp"], LARGEST_GAP["bfloat16"]
+        table.must(
+            f"a run of two steps ends ({took:.0f} s), mean gap {gap:.1e} at most {most:.0e}", gap <= most
+        )
         table.must(f"it trained {summary['tokens_trained']:,} tokens", summary["tokens_trained"] > 0)
 
 
@@ -603,16 +605,20 @@ def trained(device: torch.device, run: Path, *settings: str) -> tuple[dict[str, 
 def demo(table: Table, device: torch.device, _: Sequence[str]) -> None:
     table.head(
         f"The demo, `--set engine.device={device}`",
-        *("weights", "seconds", "held out before", "after", "largest gap of log probabilities"),
+        *("weights", "seconds", "held out before", "after", "mean gap of log probabilities", "largest"),
     )
     lora = ("engine.lora.rank=16", "engine.dtype=bfloat16", "training.learning_rate=1e-3")
-    for weights, options, largest in (("all, float32", (), 1e-4), ("LoRA, bfloat16", lora, 0.5)):
+    for weights, options, kind, most in (
+        ("all, float32", (), "largest", 1e-4),
+        ("LoRA, bfloat16", lora, "mean", 0.02),  # Rounding alone makes a few tokens differ by 0.3.
+    ):
         with tempfile.TemporaryDirectory() as name:
             summary, took = trained(device, Path(name) / "run", *options)
-            before, after, gap = (summary[key] for key in ("eval_before", "eval_after", "max_abs_dlogp"))
-            table.row(weights, f"{took:.0f}", f"{before:.3f}", f"{after:.3f}", f"{gap:.1e}")
-        table.must(f"{weights}: largest gap at most {largest:.0e}", gap <= largest)
-        table.must(f"{weights}: at least 0.9 held out", after >= 0.9)
+            scores = (f"{summary[key]:.3f}" for key in ("eval_before", "eval_after"))
+            gaps = {"mean": summary["mean_abs_dlogp"], "largest": summary["max_abs_dlogp"]}
+            table.row(weights, f"{took:.0f}", *scores, *(f"{gap:.1e}" for gap in gaps.values()))
+        table.must(f"{weights}: {kind} gap at most {most:.0e}", gaps[kind] <= most)
+        table.must(f"{weights}: at least 0.9 held out", summary["eval_after"] >= 0.9)
 
 
 def resume(table: Table, device: torch.device, _: Sequence[str]) -> None:
