@@ -155,7 +155,7 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms (
 	$(BIN)/python dev/house.py --check
 
 # With LONG=1, also every id of four whole vocabularies, and each bench in small.
-acceptance: runs evals $(if $(LONG),wire,newest-bridge peers clients)  ## Whole runs, the command line, a published model, clients, evals, a browser (Chromium); LONG=1 for more
+acceptance: runs evals clients $(if $(LONG),wire,newest-bridge peers)  ## Whole runs, the command line, a published model, clients, evals, a browser (Chromium); LONG=1 for more
 runs: $(VENV)/.acceptance $(OLDEST)/.installed $(COOKBOOK)/.installed
 	CONVERSATIONS=2000 $(BIN)/$(PYTEST) \
 		-n $(if $(LONG),2,4) --dist loadgroup --no-loadscope-reorder $(MARKED) \
@@ -170,7 +170,7 @@ newest-bridge: $(COOKBOOK)/.installed
 peers: $(TESTS)/.installed $(RECIPES)/.installed
 	PYTHONPATH=$(CURDIR)/$(RECIPES) $(TESTS)/bin/$(PYTEST) tests/peers
 clients: $(TESTS)/.installed chromium
-	$(TESTS)/bin/$(PYTEST) -n 3 --dist loadfile tests/clients tests/integration/test_gateway_anthropic_sdk.py tests/page
+	$(TESTS)/bin/$(PYTEST) -n 3 --dist loadfile $(MARKED) tests/clients tests/integration/test_gateway_anthropic_sdk.py tests/page
 
 chaos: $(VENV)/.installed postgres  ## Kill every process in every state, attack the server (PostgreSQL; 15 min; SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/$(PYTEST) -s tests/chaos

@@ -16,6 +16,7 @@ CEILING_MS = 20_000
 """Of a shared machine; the limits themselves are in docs/benchmarks.md."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_large_run_stays_light() -> None:
     command = [sys.executable, ROOT / "bench" / "page.py", "--scale", "0.01", "--rounds", "1"]
