@@ -1,6 +1,6 @@
 """A curriculum over pass rates against every sample once in each pass, at equal episodes.
 
-    python bench/curriculum.py [--steps N] [--seeds N ...] [--learning-rate RATE]
+    python bench/curriculum.py [--steps N] [--groups N] [--samples N] [--seeds N ...] [--learning-rate RATE]
 
 Trains the tiny model on `MixedSums`, where 40% of the samples are never right, 40% always are, and the rest
 are sums, from the same weights with as many episodes each: without a curriculum, and with
@@ -21,7 +21,8 @@ from curves import compare, evaluated, train_here
 from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 
 KINDS = ("sum", "never", "never", "always", "always")
-EVERY, HELD_OUT = 3, 300
+HELD_OUT = 300
+EVALUATIONS = 15
 
 
 class MixedSums(Task):
@@ -50,15 +51,23 @@ class MixedSums(Task):
         return {"never": 0.0, "always": 1.0}.get(str(sample["kind"]), right)
 
 
-def curve(folder: Path, by: str, seed: int, steps: int, rate: float) -> list[tuple[int, float]]:
-    training = {"groups_per_step": 16, "group_size": 8, "minibatches": 2, "checkpoint_every": 0}
+def curve(folder: Path, by: str, seed: int, options: argparse.Namespace) -> list[tuple[int, float]]:
+    training = {
+        "steps": options.steps,
+        "groups_per_step": options.groups,
+        "group_size": 8,
+        "learning_rate": options.learning_rate,
+        "grad_clip_norm": 0.3,
+        "checkpoint_every": 0,
+        "curriculum": {"by": by},
+    }
+    every = max(1, options.steps // EVALUATIONS)
     config: dict[str, Any] = {
         "seed": seed,
         "engine": {"model": "tiny"},
-        "task": {"name": f"{Path(__file__).absolute()}:MixedSums"},
-        "training": training
-        | {"steps": steps, "learning_rate": rate, "grad_clip_norm": 0.3, "curriculum": {"by": by}},
-        "evaluation": {"episodes": HELD_OUT, "every_steps": EVERY, "interim_episodes": HELD_OUT},
+        "task": {"name": f"{Path(__file__).absolute()}:MixedSums", "train_args": {"size": options.samples}},
+        "training": training,
+        "evaluation": {"episodes": HELD_OUT, "every_steps": every, "interim_episodes": HELD_OUT},
     }
     return evaluated(train_here(folder, f"{by} {seed}", config), config)
 
@@ -67,19 +76,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--groups", type=int, default=2, help="a step")
+    parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--arms", nargs="*", default=["none", "pass_rate"])
     options = parser.parse_args()
-    steps, rate = options.steps, options.learning_rate
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         compare(
             "curriculum",
             options.arms,
             options.seeds,
-            lambda arm, seed: curve(folder, arm, seed, steps, rate),
+            lambda arm, seed: curve(folder, arm, seed, options),
             above_start=True,
         )
 
