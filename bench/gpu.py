@@ -60,10 +60,7 @@ LORA = LoraSettings(32)
 LENGTH = 1024
 """Tokens of a sequence that trains."""
 
-SEQUENCES = 16
 PROMPT, ANSWER = 512, 128
-ROWS = (1, 64)
-"""Sequences that decode at once."""
 
 
 class Sizes(NamedTuple):
@@ -75,9 +72,14 @@ class Sizes(NamedTuple):
     """Tokens that a group shares in part `long`."""
 
     turns: int
+    sequences: int
+    """That part `lora` trains on."""
+
+    at_once: int
+    """Sequences that it decodes together."""
 
 
-SIZES = {"cuda": Sizes(128, 2048, 8192, 20), "cpu": Sizes(8, 512, 512, 6)}
+SIZES = {"cuda": Sizes(128, 2048, 8192, 20, 16, 64), "cpu": Sizes(8, 512, 512, 6, 2, 4)}
 """By kind of device. A CPU only tries the program."""
 
 SHAPES = {"cuda": ("1.7B", "8B"), "cpu": ("20M",)}
@@ -377,8 +379,9 @@ def conversations(shape: str, device: torch.device) -> dict[str, float]:
 
 
 def lora(table: Table, device: torch.device, shapes: Sequence[str]) -> None:
+    sizes = SIZES[device.type]
     table.head(
-        f"LoRA of rank {LORA.rank}, bfloat16, checkpointing: a step of {SEQUENCES} x {LENGTH} tokens",
+        f"LoRA of rank {LORA.rank}, bfloat16, checkpointing: a step of {sizes.sequences} x {LENGTH} tokens",
         *("shape", "way", "tokens/s", "peak, MiB", "formula, MiB"),
     )
     for shape in shapes:
@@ -391,7 +394,7 @@ def lora(table: Table, device: torch.device, shapes: Sequence[str]) -> None:
         *("shape", "sequences at once", "way", "tokens/s", "peak, MiB"),
     )
     for shape in shapes:
-        for rows in ROWS:
+        for rows in (1, sizes.at_once):
             for way in ("engine", "peft"):
                 found = in_process(f"sample-{rows}", shape, way, str(device))
                 table.row(shape, str(rows), way, f"{found['tokens_per_s']:,.0f}", f"{found['peak']:,.0f}")
@@ -453,12 +456,13 @@ def train_engine(shape: str, device: torch.device) -> dict[str, float]:
     config = MODELS[shape]
     weights = adapters_of(shape, device)
     trainer = Trainer(weights)
+    sequences = SIZES[device.type].sequences
     data = [
         tinker.Datum(
             model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
             loss_fn_inputs={"target_tokens": ids[1:], "weights": np.ones(LENGTH, np.float32) / LENGTH},
         )
-        for ids in rows_of_ids(config.vocab_size, SEQUENCES, LENGTH + 1)
+        for ids in rows_of_ids(config.vocab_size, sequences, LENGTH + 1)
     ]
 
     def step() -> None:
@@ -471,7 +475,7 @@ def train_engine(shape: str, device: torch.device) -> dict[str, float]:
     work = Workload(tokens_of_microbatch(device), logits_rows(config.vocab_size, device), True)
     formula = peak_memory(config, LORA, torch.bfloat16, work).training
     return {
-        "tokens_per_s": SEQUENCES * LENGTH / took,
+        "tokens_per_s": sequences * LENGTH / took,
         "peak": peak / MIB,
         "formula": formula / MIB,
     }
@@ -492,7 +496,8 @@ def train_peft(shape: str, device: torch.device) -> dict[str, float]:
     model.enable_input_require_grads()
     model.train()
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-5)
-    ids = torch.from_numpy(rows_of_ids(MODELS[shape].vocab_size, SEQUENCES, LENGTH)).to(device)
+    sequences = SIZES[device.type].sequences
+    ids = torch.from_numpy(rows_of_ids(MODELS[shape].vocab_size, sequences, LENGTH)).to(device)
     at_once = max(1, tokens_of_microbatch(device) // LENGTH)
 
     def step(rows: int) -> None:
@@ -514,7 +519,7 @@ def train_peft(shape: str, device: torch.device) -> dict[str, float]:
     holder: Any = type("Holder", (), {"model": model})
     peak = Peak(device, holder).of(lambda: step(at_once))
     took = min(seconds(device, lambda: step(at_once)) for _ in range(3))
-    return {"tokens_per_s": SEQUENCES * LENGTH / took, "peak": peak / MIB, "rows": at_once}
+    return {"tokens_per_s": sequences * LENGTH / took, "peak": peak / MIB, "rows": at_once}
 
 
 def sample_engine(shape: str, device: torch.device, rows: int, prompt: int = PROMPT) -> dict[str, float]:
