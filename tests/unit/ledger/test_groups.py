@@ -83,6 +83,7 @@ async def test_a_runs_groups_are_read_from_its_ledger(tmp_path: Path) -> None:
     assert [(e.episode_uuid, e.reward) for e in one.episodes] == [("a", 1.0), ("b", 0.0)]
     assert [rollout.tokens.tolist() for rollout in one.episodes[1].rollouts] == [[1, 2, 3, 4, 7, 8, 9]]
     assert [len(each.rollouts) for each in two.episodes] == [2]
+    assert (one.episodes[0].metadata, one.episodes[0].call_rewards) == ({}, {})
     assert {(r.episode_reward, r.env_example_id) for r in two.episodes[0].rollouts} == {(0.5, "g2")}
     with pytest.raises(ConfigError, match=r"has no ledger\.sqlite: is it the folder of a run"):
         list(recorded_groups(tmp_path / "nowhere"))

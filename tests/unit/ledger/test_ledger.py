@@ -8,10 +8,10 @@ import shutil
 import sqlite3
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -236,7 +236,7 @@ async def test_a_log_that_cannot_be_moved_fails_the_ledger(
 
 
 @pytest.mark.parametrize(("durability", "number"), [((), 0), (("normal",), 0), (("full",), 1)])
-async def test_a_closed_ledger_leaves_no_thread(
+async def test_a_closed_ledger_leaves_nothing_behind(
     tmp_path: Path, durability: tuple[Durability, ...], number: int
 ) -> None:
     ledger = open_ledger("sqlite", tmp_path, *durability)
@@ -245,6 +245,7 @@ async def test_a_closed_ledger_leaves_no_thread(
     assert len(writers) == number
     await ledger.close()
     assert not any(writer.is_alive() for writer in writers)
+    assert [path.name for path in tmp_path.iterdir()] == [LEDGER_FILE], "nor another file"
 
 
 # Transactions
@@ -264,7 +265,7 @@ def watched(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize(
     ("number", "size", "counts"),
-    [(63, 1, [64]), (64, 1, [64, 1]), (2, 2**17 - 1, [3]), (2, 2**17, [2, 1])],
+    [(63, 1, [64]), (64, 1, [64, 1]), (1, 2**18 - 1, [2]), (1, 2**18, [1, 1])],
 )
 async def test_what_is_much_waits_for_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, size: int, counts: list[int]
@@ -329,14 +330,37 @@ async def test_what_must_not_happen_again_is_in_the_file_at_once(
         await each.close()
 
 
-async def test_calls_that_are_read_beside_the_event_loop_keep_their_order(tmp_path: Path) -> None:
+async def test_many_calls_are_read_beside_the_event_loop_and_in_the_same_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ledger = SqliteLedger(tmp_path / LEDGER_FILE)
-    calls = [make_call(None, [1], [2], messages=random.Random(n).randbytes(2**20).hex()) for n in range(10)]
+    many = [make_call(None, [1], [2], messages=random.Random(n).randbytes(2**20).hex()) for n in range(10)]
+    few = [make_call(None, [number], [number]) for number in range(3)]
     ledger.put(episode(1))
-    for each in calls:
-        ledger.put_call(1, 1, each)
+    for attempt, calls in enumerate((many, few)):
+        for each in calls:
+            ledger.put_call(1, attempt, each)
     await ledger.durable()
-    assert await ledger.calls([(1, 1), (1, 2)]) == [calls, []]
+    read, beside = ledger.read, list[str]()
+
+    async def noted(sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        beside.append(sql)
+        return await read(sql, parameters)
+
+    monkeypatch.setattr(ledger, "read", noted)
+    assert (await ledger.calls([(1, 1), (1, 2)]), beside) == ([few, []], [])
+    assert (await ledger.calls([(1, 0), (1, 2)]), len(beside)) == ([many, []], 2)
+    await ledger.close()
+
+
+async def test_bytes_that_were_put_are_counted(tmp_path: Path) -> None:
+    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+    assert ledger.bytes_put == 0
+    ledger.note([made(SampleRow, 1, payload=b"12345"), made(ImageRow, 1, file=b"123"), episode()])
+    assert ledger.bytes_put == 8
+    await ledger.durable()
+    ledger.note([made(SampleRow, 1, payload=b"12345")])
+    assert ledger.bytes_put == 13
     await ledger.close()
 
 
