@@ -21,8 +21,8 @@ import tinker
 
 from clock import Clock
 from interchange_helpers import until
-from rollout_helpers import make_accepted, make_call
-from run_ledger import KeptRows
+from rollout_helpers import make_accepted, make_call, make_episode, make_group
+from run_ledger import KeptRows, LedgerWriter
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import AlignmentError, EngineError, LinkError, NoSuccessError
 from tinkerscript.ledger.history import History, PlannedRow
@@ -52,6 +52,7 @@ from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
 from tinkerscript.train.learner import Learner, LearnerState
 from tinkerscript.train.loop import TrainingLoop
+from tinkerscript.train.off_policy import ReplayBuffer
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
@@ -783,6 +784,34 @@ async def test_groups_of_earlier_steps_train_again_also_in_a_resumed_run(tmp_pat
     assert len(replayed(run)) == 4
 
 
+async def test_the_groups_that_train_again_are_others_in_each_step(tmp_path: Path) -> None:
+    """One of the four groups of the step before, as the buffer draws it."""
+    settings = {"steps": 7, "groups_per_step": 1, "extra_groups": 3, "replay_uses": 2}
+    async with running(tmp_path, **settings) as run:
+        await run.loop.run()
+    found, expected = list[list[int]](), list[list[int]]()
+    for step in range(2, 8):
+        first = 8 * (step - 1) + 1
+        places = {(row.episode - first + 8) // 2 for row in run.trained(step) if row.episode < first}
+        found.append(sorted(places))
+        buffer = ReplayBuffer(run.loop.parts.config.training, seed=1)
+        buffer.record(make_group([make_episode([], name=str(place))]) for place in range(4))
+        expected.append([int(each.episodes[0].episode_uuid) for each in buffer.draw(step)])
+    assert found == expected
+    assert len({place for (place,) in found}) > 1
+
+
+async def test_what_is_bad_in_the_ledger_is_told_once_after_the_step(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        with LedgerWriter(run.loop.parts.folder.path) as ledger:
+            measured = {"response_tokens/cut_off": 0.75, "alignment/calls": 4.0}
+            rows = [MetricRow(name=name, step=1, value=value) for name, value in measured.items()]
+            ledger.put(StepRow(step=1, time=1.0, policy_version=1), *rows)
+        await run.loop.run()
+    told = [note for note in run.shown.notes if "replies cut off" in note]
+    assert [note.split(":")[:2] for note in told] == [["step 1", " replies cut off 75%"]]
+
+
 async def test_a_run_that_is_stopped_saves_its_last_finished_step(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         task = asyncio.create_task(run.loop.run())
@@ -863,6 +892,41 @@ async def test_a_run_that_is_stopped_while_the_ledger_is_told_of_a_checkpoint_te
         with pytest.raises(asyncio.CancelledError):
             await task
     assert run.checkpoints == [2]
+
+
+@pytest.mark.parametrize("where", ["in the update", "in its publication", "when the ledger is told"])
+async def test_what_ends_a_run_within_a_step_leaves_no_checkpoint_of_it(tmp_path: Path, where: str) -> None:
+    """Its weights may be of either step."""
+
+    class Ending(Answering):
+        async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
+            if where == "when the ledger is told" and any(isinstance(row, StepRow) for row in rows):
+                check_step_2(LinkError("gone"))
+            await super().commit(rows)
+
+    class EndingToPublish(Published):
+        async def publish(self, policy_version: int) -> Sampler:
+            if where == "in its publication":
+                check_step_2(EngineError("gone"))
+            return await super().publish(policy_version)
+
+    def check_step_2(error: Exception) -> None:
+        if run.client.steps == 2:
+            raise error
+
+    async with running(tmp_path, Ending(), publisher=EndingToPublish(), checkpoint_every=0) as run:
+        step = run.client.optim_step
+
+        async def ending(params: tinker.AdamParams) -> tinker.types.OptimStepResponse:
+            done = await step(params)
+            if where == "in the update":
+                check_step_2(EngineError("gone"))
+            return done
+
+        run.client.optim_step = ending  # type: ignore[method-assign]
+        with pytest.raises((LinkError, EngineError), match="gone"):
+            await run.loop.run()
+    assert (run.steps, run.checkpoints) == ([1], [])
 
 
 @pytest.mark.parametrize("saves", [True, False])
