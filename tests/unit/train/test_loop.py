@@ -38,6 +38,7 @@ from tinkerscript.ledger.rows import (
     TrainedRow,
     TrainerRow,
     Use,
+    VerdictRow,
 )
 from tinkerscript.ledger.tokens import unpacked_sequences
 from tinkerscript.model_folder import TINY_MODEL
@@ -50,6 +51,7 @@ from tinkerscript.train.backends.backend import Publisher
 from tinkerscript.train.collector import Batch
 from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
+from tinkerscript.train.group_judge import GroupJudge, JudgedGroup
 from tinkerscript.train.learner import Learner, LearnerState
 from tinkerscript.train.loop import TrainingLoop
 from tinkerscript.train.off_policy import ReplayBuffer
@@ -198,6 +200,8 @@ async def running(
     renew: Callable[[int], Awaitable[None]] | None = None,
     publisher: Publisher | None = None,
     has_curriculum: bool = False,
+    judge: GroupJudge | None = None,
+    is_of_clients: bool = False,
     **training: Any,
 ) -> AsyncGenerator[Run]:
     settings = {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.1, **training}
@@ -206,7 +210,7 @@ async def running(
         {
             "experiment_dir": str(path),
             "recording": recording,
-            "task": {"name": f"{ARITHMETIC}@arithmetic"},
+            "task": {} if is_of_clients else {"name": f"{ARITHMETIC}@arithmetic"},
             "training": {"checkpoint_every": 2, "inspect_log_every": 0, **settings},
             "evaluation": evaluation or {"episodes": 0},
             "workers": workers or {},
@@ -231,12 +235,15 @@ async def running(
         for each in sorted(clients)
     ]
     made = source or Answering()
-    samples = TaskSamples(config.all_tasks, seed=1)
-    samples.next_position = history.next_position
-    samples.curriculum = Curriculum(config.training.curriculum, 1) if has_curriculum else None
+    samples = None if is_of_clients else TaskSamples(config.all_tasks, seed=1)
+    if samples is not None:
+        samples.next_position = history.next_position
+        samples.curriculum = Curriculum(config.training.curriculum, 1) if has_curriculum else None
     policy = Policy(publisher or Published(holds), made, version=history.newest_version)
     parts = OpenRun(config, folder, made, LedgerReader(folder.path), shown, history, replayed)
-    loop = TrainingLoop(parts, samples, made, policy, learners, extra_metrics, restore=restore, renew=renew)
+    loop = TrainingLoop(
+        parts, samples, made, policy, learners, extra_metrics, judge, restore=restore, renew=renew
+    )
     async with asyncio.timeout(60):
         yield Run(loop, learners, clients[""], made, shown)
     folder.close()
@@ -370,6 +377,45 @@ async def test_the_reference_of_the_divergences_is_renewed_from_a_checkpoint_tha
     async with running(tmp_path, renew=renew, history=history, **settings) as run:
         await run.loop.run()
     assert renewed == [(4, 5), (6, 6)], "a resumed run begins with the one that it had"
+
+
+async def test_a_run_trains_on_what_clients_register(tmp_path: Path) -> None:
+    class Clients(Answering):
+        """They run two groups for each step that waits."""
+
+        def collecting(self, batch: BatchProgress | None, **_: Any) -> None:
+            if batch is None or batch.label in self.labels:
+                return
+            self.labels.append(batch.label)
+            for number in range(4):
+                group, version = f"{batch.label}/{number // 2}", len(self.labels) - 1
+                self.end(f"{batch.label}/{number}", group, version, reward=float(number % 2))
+
+        async def outcomes(self) -> list[Outcome]:
+            return [msgspec.structs.replace(each, pool="w") for each in await super().outcomes()]
+
+    source = Clients()
+    async with running(tmp_path, source, is_of_clients=True, on_stale="drop") as run:
+        await run.loop.run()
+    assert (run.steps, source.starts) == ([1, 2, 3], [])
+    assert [len(run.trained(step)) for step in run.steps] == [4, 4, 4]
+    assert source.statuses[-1]["usable_versions"] == [2, 3], "older results would be dropped"
+
+
+async def test_a_judge_sees_every_group_before_it_trains(tmp_path: Path) -> None:
+    def reverse(group: JudgedGroup) -> list[float]:
+        return [1.0 - each.reward for each in group.episodes]
+
+    async def ask(*_: Any) -> Any:
+        """Nobody asks."""
+
+    async with running(tmp_path, judge=GroupJudge(reverse, ask), steps=1) as run:
+        await run.loop.run()
+    verdicts = {row.episode: row.reward for row in run.source.of(VerdictRow)}
+    assert verdicts == {each.sequence: 1.0 - each.reward for each in run.source.all}
+    assert {row.episode: row.advantage for row in run.trained(1)} == {
+        episode: (reward or 0.0) - 0.5 for episode, reward in verdicts.items()
+    }
 
 
 async def test_groups_start_beside_the_steps(tmp_path: Path) -> None:
