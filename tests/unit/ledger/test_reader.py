@@ -202,7 +202,7 @@ async def test_reading_in_a_folder_that_may_not_be_written_makes_no_file(
         *((Decimal(3), 3), (Decimal("3.5"), 3.5), (memoryview(b"ab"), b"ab")),
         *((b"ab", b"ab"), ("ab", "ab"), (2.0, 2.0), (None, None)),
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_values_of_another_database_become_those_of_sqlite(value: object, expected: object) -> None:
     found = plain(value)
