@@ -21,7 +21,7 @@ from rollout_helpers import make_call
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.files import LEDGER_FILE, RUN_ID, is_foreign
 from tinkerscript.ledger import Ledger, SqliteLedger, is_here, is_shared, open_ledger
-from tinkerscript.ledger.ledger import WriteBatch
+from tinkerscript.ledger.ledger import WriteBatch, call_row
 from tinkerscript.ledger.rows import (
     LEDGER_VERSION,
     TABLES,
@@ -382,6 +382,13 @@ def test_what_is_large_counts() -> None:
     sizes = {kind: made(kind, 1).size for kind in TABLES}
     counted = (SampleRow, CallRow, ImageRow, ResultRow, TranscriptRow, TokensRow)
     assert sizes == dict.fromkeys(TABLES, 0) | dict.fromkeys(counted, len(ANY_BYTES) + 1)
+
+
+def test_a_call_s_row_has_values_of_its_columns_types() -> None:
+    """SQLite would store 3.0 as 3; PostgreSQL would not."""
+    row = call_row(1, 2, make_call(None, [1, 2], [3, 4, 5]))
+    found = {name: type(value) for name, value in msgspec.structs.asdict(row).items()}
+    assert found == {name: of for name, (of, _) in column_types(CallRow).items()}
 
 
 def test_outcomes_and_uses_of_tokens_are_stored_by_these_names_and_numbers() -> None:
