@@ -16,11 +16,11 @@ import pytest
 from zstandard import FRAME_HEADER, get_frame_parameters
 
 from interchange_helpers import eventually
-from run_ledger import ended_episode
-from tinkerscript.errors import StoreError
+from run_ledger import claim, ended_episode
+from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.ledger import Ledger
 from tinkerscript.ledger.compression import DICTIONARIES, DICTIONARY_BLOBS, unpacked
-from tinkerscript.ledger.history import begin, find_beginning
+from tinkerscript.ledger.history import History, Tally, begin, find_beginning, tally
 from tinkerscript.ledger.ledger import WriteBatch
 from tinkerscript.ledger.rows import (
     TABLES,
@@ -40,6 +40,7 @@ from tinkerscript.ledger.rows import (
     TrainedRow,
     TranscriptRow,
     Use,
+    VerdictRow,
     column_types,
 )
 from tinkerscript.ledger.storage import StorageLimit
@@ -239,6 +240,83 @@ class LedgerContract:
             assert rows == [(3,)], kind
         assert aside in await rows_in(ledger, TrainedRow), "what is misaligned stays so"
 
+    async def test_a_new_ledger_has_no_history(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        found = await find_beginning(ledger, [], replay_lag=2)
+        assert (found.history, found.used, found.spoiled) == (History(), {}, frozenset())
+        assert (found.history.next_position, found.history.planned_groups) == (0, 0)
+        assert (found.history.step, found.history.resumption, found.history.open_until) == (0, 1, 0)
+        assert set(msgspec.structs.asdict(await tally(ledger)).values()) == {0}
+
+    async def test_a_resumption_knows_what_was_judged_and_which_evaluations_are_not_over(
+        self, reopen: Reopen
+    ) -> None:
+        ledger = await leading(reopen)
+        await ledger.commit(map(ended_episode, range(1, 7)))
+        labels = {7: ("before", 0), 8: ("step-1", 1), 9: ("step-2", 2), 10: ("step-2", 2), 11: ("step-3", 3)}
+        await ledger.commit(
+            ended_episode(number, episode_type="eval", position=-1, label=label, step=step)
+            for number, (label, step) in labels.items()
+        )
+        for label, step, undone, at in (("step-1", 1, 0, 2.0), ("step-2", 2, 1, 3.0), ("before", 0, 0, 1.0)):
+            await ledger.commit([made(EvaluationRow, step, label=label, step=step, time=at, undone=undone)])
+        trained = {1: (1, 0), 2: (2, 0), 3: (3, 0), 4: (4, 0), 5: (2, 1)}
+        await ledger.commit(
+            made(TrainedRow, number, step=step, undone=undone, role="", outcome=Use.STALE, place=-1)
+            for number, (step, undone) in trained.items()
+        )
+        await ledger.commit(
+            VerdictRow(episode=number, reward=None if number == 6 else number / 2, time=1.0)
+            for number in range(1, 7)
+        )
+        await ledger.commit(made(StepRow, step, undone=0) for step in (1, 2, 3, 4))
+        await ledger.commit(made(CheckpointRow, step, undone=0) for step in (1, 2, 3))
+        found = await find_beginning(ledger, [1, 2, 3, 4])
+        history = found.history
+        assert (history.step, history.interrupted) == (3, [2])
+        assert [(row.label, row.step) for row in history.evaluations] == [("before", 0), ("step-1", 1)]
+        assert (history.verdicts, found.used) == ({4: 2.0, 5: 2.5}, {4: Use.STALE})
+        assert (await find_beginning(ledger, [1, 2])).history.verdicts == {3: 1.5, 4: 2.0, 5: 2.5}
+        again = (await find_beginning(ledger, [3], replay_lag=1)).history
+        assert (again.verdicts, again.replayed) == ({3: 1.5, 4: 2.0, 5: 2.5}, [])
+        with pytest.raises(
+            ConfigError, match="ends with step 4, before the checkpoint of step 5: it was trunc"
+        ):
+            await find_beginning(ledger, [1, 5])
+
+    async def test_each_episode_counts_once(self, reopen: Reopen) -> None:
+        ledger = await leading(reopen)
+        given: list[dict[str, Any]] = [
+            *({}, {"step": 2}, {"step": 0, "pool": "me"}, {"episode_type": "eval"}),
+            {"state": "failed", "failure": "boom"},
+            {"state": "failed", "failure": "cancelled", "episode_type": "eval"},
+            *({"state": "registered", "consumed": 0}, {"state": "claimed", "consumed": 0, "pool": "me"}),
+            *({"consumed": 0}, {"consumed": 0}, {"undone": 1}),
+        ]
+        await ledger.commit(ended_episode(number, **each) for number, each in enumerate(given, start=1))
+        failures: dict[tuple[int, int], str] = {(1, 1): "{}", (1, 2): "{}", (2, 1): "{}", (5, 1): "{}"}
+        claims = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (5, 1)]
+        await ledger.commit(claim(*each, failure=failures.get(each)) for each in claims)
+        uses = [
+            *((1, 1, Use.LEFT_OUT, ""), (1, 2, Use.LEFT_OUT, ""), (2, 1, Use.SET_ASIDE, "judge")),
+            *((3, 1, Use.STALE, ""), (4, 1, Use.EVALUATED, ""), (5, 1, Use.LEFT_OUT, "")),
+        ]
+        await ledger.commit(
+            TrainedRow(episode=number, step=step, outcome=outcome, role=role)
+            for number, step, outcome, role in uses
+        )
+        await ledger.commit([TrainedRow(episode=9, step=1, outcome=Use.STALE, undone=1)])
+        assert await tally(ledger) == Tally(
+            train_accepted=6,
+            planned_accepted=5,
+            eval_accepted=1,
+            failed=1,
+            cancelled=1,
+            retries=3,
+            left_out=3,
+            lost=3,
+        )
+
     async def test_a_group_is_replayed_in_one_order_whatever_step_used_it(self, reopen: Reopen) -> None:
         """A replay buffer knows a group by its episodes in order, and counts in how many steps it trained."""
         ledger = await leading(reopen)
@@ -252,6 +330,10 @@ class LedgerContract:
         assert [(row.step, row.episode) for row in found.replayed] == [
             (step, number) for step in (1, 2) for number in (1, 2, 3)
         ]
+        for replay_lag, steps in ((1, {2}), (0, set[int]())):
+            found = (await find_beginning(ledger, [2], replay_lag=replay_lag)).history
+            assert {row.step for row in found.replayed} == steps
+        assert (await find_beginning(ledger, [2])).history.replayed == []
 
     async def test_over_the_limit_the_oldest_lose_their_bytes_and_the_rows_stay(self, reopen: Reopen) -> None:
         ledger = await leading(reopen)
@@ -303,15 +385,20 @@ class LedgerContract:
             ledger.put_call(1, 1, call(f"one-{number}"))
         ledger.put_call(1, 2, call("two", parent="x"))
         ledger.put_call(2, 1, call("other"))
-        flown = call("flown", tokens=3, policy_version_end=6, spans=[(4, 0), (6, 2)])
+        spans = [(4, 0), (6, 2)]
+        flown = call("flown", tokens=3, policy_version_end=6, spans=spans, role="judge", created=7)
         ledger.put_call(2, 2, flown)
         await ledger.durable()
         ledger.put_call(1, 1, call("one-3"))
         await ledger.close()
         again = await leading(reopen)
         assert await again.calls([(1, 2), (2, 2)]) == [[call("two", parent="x")], [flown]]
-        versions = [(row.policy_version, row.last_version) for row in await again.rows(CallRow)]
+        stored = await again.rows(CallRow, "ORDER BY number")
+        versions = [(row.policy_version, row.last_version) for row in stored]
         assert versions == [(4, 4)] * 5 + [(4, 6)] + [(4, 4)]
+        last = stored[5]
+        assert (last.prompt_tokens, last.sampled_tokens, last.stop_reason) == (2, 3, "stop")
+        assert (last.role, last.created) == ("judge", 7)
         assert await names_of(again, (2, 1), (1, 1), (1, 3)) == [
             ["other"],
             [f"one-{number}" for number in range(4)],

@@ -42,7 +42,7 @@ class LedgerReader:
         exists, queries return nothing.
         """
         self.folder = folder
-        self._config: tuple[int, dict[str, Any]] = (0, {})
+        self._config: tuple[int, dict[str, Any]] | None = None
         # Supervised training has no server; its ledger is in its folder.
         is_sft = self.config.get("method") == "sft"
         self._store = "sqlite" if is_sft else store or self._stated_store()
@@ -59,7 +59,7 @@ class LedgerReader:
             changed = path.stat().st_mtime_ns
         except OSError as error:
             raise ConfigError(f"{self.folder} is not the folder of a run: {error}") from error
-        if changed != self._config[0]:
+        if self._config is None or changed != self._config[0]:
             self._config = changed, _read_config(path)
         return self._config[1]
 

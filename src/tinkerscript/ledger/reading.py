@@ -73,7 +73,7 @@ class SqliteReading(Reading):
             # SQLite cannot create its index file in a read-only folder.
             mode = "mode=ro" if os.access(path.parent, os.W_OK) else "immutable=1"
             url = f"{path.absolute().as_uri()}?{mode}"
-            connection = sqlite3.connect(url, uri=True, check_same_thread=False)
+            connection = sqlite3.connect(url, uri=True)
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version == LEDGER_VERSION:
                 self.is_there = True
@@ -84,7 +84,7 @@ class SqliteReading(Reading):
                     f"{path} has version {version}, and this tinkerscript reads {LEDGER_VERSION}: use the "
                     "version that wrote it"
                 )
-        empty = sqlite3.connect(":memory:", check_same_thread=False)
+        empty = sqlite3.connect(":memory:")
         for statement in create_statements():
             empty.execute(statement.replace("{s}", ""))
         return empty

@@ -62,7 +62,7 @@ class SqliteLedger(Ledger):
             self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
             self._set_up(full=full)
             self._use_dictionaries(self._connection.execute(_plain(DICTIONARIES)))
-            self._reading = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._reading = sqlite3.connect(path, isolation_level=None)
         self._writer = ThreadPoolExecutor(1, "ledger-writer") if full else None
 
     async def read(self, sql: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:

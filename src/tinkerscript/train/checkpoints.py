@@ -41,7 +41,7 @@ class RunCheckpoints:
         self._curriculum = curriculum
         self._saved = parts.history.step
 
-    async def after(self, step: int, *, train_seconds: float, is_needed: bool = False) -> None:
+    async def after(self, step: int, *, train_seconds: float, is_needed: bool) -> None:
         training = self._parts.config.training
         is_due = training.checkpoint_every and step % training.checkpoint_every == 0
         if is_due or is_needed or step == training.steps:

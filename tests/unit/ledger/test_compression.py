@@ -183,6 +183,8 @@ async def test_transcripts_share_a_dictionary_of_their_own(tmp_path: Path) -> No
     ]
     assert reader.unpacked(reader.transcript(1, DICTIONARY_BLOBS)) == text(99)
     assert len(reader.transcript(1, DICTIONARY_BLOBS)) < 0.6 * len(packed(text(99)))
+    with pytest.raises(ValueError, match="more than the limit of 9"):
+        reader.unpacked(reader.transcript(1, DICTIONARY_BLOBS), limit=9)
 
 
 def test_dictionaries_are_read_once() -> None:

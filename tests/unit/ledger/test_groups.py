@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.groups import recorded_groups
 from tinkerscript.ledger.rows import ResultRow, Row, SampleRow, TrainedRow, Use, VerdictRow
-from tinkerscript.rollouts.call import Call
+from tinkerscript.rollouts.call import Call, PlacedImage
 from tinkerscript.rollouts.parquet import read_parquet
 
 SAMPLE = SampleRow(digest=b"s", payload=b"{}")
@@ -81,6 +83,7 @@ async def test_a_runs_groups_are_read_from_its_ledger(tmp_path: Path) -> None:
     assert [(e.episode_uuid, e.reward) for e in one.episodes] == [("a", 1.0), ("b", 0.0)]
     assert [rollout.tokens.tolist() for rollout in one.episodes[1].rollouts] == [[1, 2, 3, 4, 7, 8, 9]]
     assert [len(each.rollouts) for each in two.episodes] == [2]
+    assert (one.episodes[0].metadata, one.episodes[0].call_rewards) == ({}, {})
     assert {(r.episode_reward, r.env_example_id) for r in two.episodes[0].rollouts} == {(0.5, "g2")}
     with pytest.raises(ConfigError, match=r"has no ledger\.sqlite: is it the folder of a run"):
         list(recorded_groups(tmp_path / "nowhere"))
@@ -133,3 +136,18 @@ async def test_rewards_are_those_that_train(tmp_path: Path) -> None:
         "own": [1.5],
     }
     assert [each.call_rewards for each in (*found["judged"], *found["own"])] == [{}, {}, earned]
+
+
+async def test_recorded_calls_have_their_images(tmp_path: Path) -> None:
+    images = [PlacedImage(0, b"first"), PlacedImage(1, b"second")]
+    call = make_call(None, [1, 2], [3], images=images)
+    await write(tmp_path, ended(1, "a", "g", 1.0), {1: [call]})
+    (group,) = recorded_groups(tmp_path)
+    assert group.episodes[0].calls == (call,)
+
+
+def test_a_ledger_of_another_version_is_not_read(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / LEDGER_FILE)) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    with pytest.raises(ConfigError, match="has version 99, and this tinkerscript reads"):
+        list(recorded_groups(tmp_path))

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import sqlite3
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import closing
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ import pytest
 
 from rollout_helpers import make_call
 from run_ledger import claim, ended_episode
-from tinkerscript.errors import ConfigError, StoreError
+from tinkerscript.errors import ConfigError, NotRecordedError, StoreError
 from tinkerscript.files import CONFIG_FILE, LEDGER_FILE, RUN_ID
 from tinkerscript.ledger import SqliteLedger
-from tinkerscript.ledger.reader import STATUS, LedgerReader, find_runs, is_run
+from tinkerscript.ledger.reader import STATUS, STORE_VARIABLE, LedgerReader, find_runs, is_run
+from tinkerscript.ledger.reading import SqliteReading, plain
 from tinkerscript.ledger.rows import LEDGER_VERSION, TABLES, FactRow, TokensRow, TranscriptRow
 from tinkerscript.ledger.tokens import TokenUse, TrainedSequence, packed_sequences
 
@@ -61,13 +64,23 @@ def test_supervised_fine_tuning_has_its_ledger_in_its_folder(folder: Path) -> No
     assert LedgerReader(folder, store="postgresql://nowhere/runs").rows("SELECT * FROM steps") == []
 
 
+async def test_a_reader_connects_again_only_until_there_is_a_ledger(
+    ledger: SqliteLedger, folder: Path
+) -> None:
+    found = [SqliteReading(path) for path in (None, folder / "none.sqlite", folder / LEDGER_FILE)]
+    assert [each.is_there for each in found] == [False, False, True]
+    assert [each.rows("SELECT * FROM episodes", ()) for each in found] == [[], [], []]
+    for each in found:
+        each.close()
+
+
 async def test_rows_have_named_columns(ledger: SqliteLedger, folder: Path) -> None:
     await ledger.commit(ended_episode(number, reward=number / 2) for number in (1, 2))
     reader = LedgerReader(folder)
     query = "SELECT sequence, reward AS gained FROM episodes WHERE sequence > ? ORDER BY sequence"
     first, second = reader.rows(query, [0])
     assert (first, first[0], first["gained"]) == ((1, 0.5), 1, 0.5)
-    assert dict(second) == {"sequence": 2, "gained": 1.0}
+    assert (first.keys(), dict(second)) == (("sequence", "gained"), {"sequence": 2, "gained": 1.0})
     assert reader.row(query, [1]) == second
     assert (reader.row(query, [2]), reader.number(query, [2])) == (None, None)
     with pytest.raises(ValueError, match="not in tuple"):
@@ -107,6 +120,8 @@ async def test_what_an_episode_left_is_read_by_attempt_and_step(ledger: SqliteLe
     ledger.execute("UPDATE {s}calls SET call = ?", b"")
     await ledger.durable()
     assert reader.calls(1, 2) == []
+    reader.close()
+    assert reader.transcribed(1) == [1, 2], "it may be used again"
     reader.close()
 
 
@@ -149,6 +164,51 @@ async def test_the_ledger_of_a_run_that_is_over_can_be_copied_by_itself(folder: 
     reader.close()
 
 
+async def test_a_ledger_that_a_reader_has_open_can_be_copied_by_itself_too(folder: Path) -> None:
+    ledger = SqliteLedger(folder / LEDGER_FILE)
+    await ledger.commit([ended_episode(1)])
+    reader = LedgerReader(folder)
+    await ledger.close()
+    copy = folder / "copy"
+    copy.mkdir()
+    for name in (LEDGER_FILE, CONFIG_FILE):
+        shutil.copy(folder / name, copy)
+    assert LedgerReader(copy).number("SELECT count(*) FROM episodes") == 1
+    reader.close()
+
+
+@pytest.mark.parametrize(("may_write", "more"), [(True, {"-shm", "-wal"}), (False, set[str]())])
+async def test_reading_in_a_folder_that_may_not_be_written_makes_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, may_write: bool, more: set[str]
+) -> None:
+    ledger = SqliteLedger(folder / LEDGER_FILE)
+    await ledger.commit([ended_episode(1)])
+    await ledger.close()
+
+    def access(path: Path, mode: int) -> bool:
+        return may_write or (path, mode) != (folder, os.W_OK)
+
+    monkeypatch.setattr(os, "access", access)
+    reader = LedgerReader(folder)
+    assert reader.number("SELECT count(*) FROM episodes") == 1
+    names = {LEDGER_FILE, CONFIG_FILE, *(f"{LEDGER_FILE}{end}" for end in more)}
+    assert {path.name for path in folder.iterdir()} == names
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *((Decimal(3), 3), (Decimal("3.5"), 3.5), (memoryview(b"ab"), b"ab")),
+        *((b"ab", b"ab"), ("ab", "ab"), (2.0, 2.0), (None, None)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_of_another_database_become_those_of_sqlite(value: object, expected: object) -> None:
+    found = plain(value)
+    assert (found, type(found)) == (expected, type(expected))
+
+
 # What cannot be read
 
 
@@ -167,9 +227,65 @@ def test_a_file_that_is_no_database_is_refused(folder: Path) -> None:
 
 def test_a_query_that_fails_names_the_ledger(folder: Path) -> None:
     reader = LedgerReader(folder)
-    with pytest.raises(StoreError, match=rf"ledger .*{LEDGER_FILE}: no such table: unknown"):
+    with pytest.raises(StoreError, match=rf"ledger .*{LEDGER_FILE}: no such table: unknown$"):
         reader.rows("SELECT * FROM unknown")
     reader.close()
+
+
+def test_a_query_after_the_end_names_the_ledger_too(folder: Path) -> None:
+    reading = SqliteReading(folder / LEDGER_FILE)
+    reading.close()
+    with pytest.raises(StoreError, match=rf"ledger .*{LEDGER_FILE}: Cannot operate on a closed database"):
+        reading.rows("SELECT 1", ())
+
+
+async def test_tokens_that_no_trainer_wrote_are_refused(ledger: SqliteLedger, folder: Path) -> None:
+    await ledger.commit([ended_episode(1), TokensRow(episode=1, step=1, sequences=b"no tokens")])
+    reader = LedgerReader(folder)
+    with pytest.raises(NotRecordedError, match="something else than tokens: not the tokens of an episode"):
+        reader.sequences(1)
+    reader.close()
+
+
+# Where it is
+
+
+async def test_a_ledger_elsewhere_is_read_if_the_user_names_it(
+    ledger: SqliteLedger, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder from elsewhere could name any file or database."""
+    await ledger.commit([ended_episode(5)])
+    store, copy = f"sqlite://{folder / LEDGER_FILE}", folder / "copy"
+    copy.mkdir()
+    (copy / CONFIG_FILE).write_text(json.dumps({"interchange_server": {"store": store}}))
+    for named in ("", f"{store}.other"):
+        monkeypatch.setenv(STORE_VARIABLE, named)
+        with pytest.raises(
+            ConfigError, match=f"its config.yaml names the ledger {store}, .*{STORE_VARIABLE}"
+        ):
+            LedgerReader(copy)
+    readers = [LedgerReader(copy, store=store)]
+    monkeypatch.setenv(STORE_VARIABLE, store)
+    readers.append(LedgerReader(copy))
+    monkeypatch.delenv(STORE_VARIABLE)
+    readers += [LedgerReader(folder), LedgerReader(folder, store="sqlite")]
+    assert [each.number("SELECT sequence FROM episodes") for each in readers] == [5] * 4
+    for each in readers:
+        each.close()
+
+
+def test_a_ledger_that_is_not_read_is_named_without_its_password(folder: Path) -> None:
+    store = "postgresql://me:secret@host/runs"
+    (folder / CONFIG_FILE).write_text(json.dumps({"interchange_server": {"store": store}}))
+    with pytest.raises(ConfigError, match="names the ledger host/runs, ") as told:
+        LedgerReader(folder)
+    assert "secret" not in str(told.value)
+
+
+def test_a_ledger_in_postgresql_needs_its_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tinkerscript.ledger.postgres_reader", None)
+    with pytest.raises(ConfigError, match=r"needs psycopg .*pip install 'tinkerscript\[postgres\]'"):
+        LedgerReader(folder, store="postgres://host/runs")
 
 
 # The config
@@ -188,6 +304,18 @@ def test_the_config_is_the_one_that_a_resumption_wrote(folder: Path) -> None:
     write("engine: none\n", time=2)
     assert (reader.model(), reader.config) == ("", {"engine": "none"})
     reader.close()
+
+
+@pytest.mark.parametrize("time", [0, 1])
+def test_a_config_without_a_time_of_its_own_is_read(folder: Path, time: int) -> None:
+    """Some archives set all times to the first."""
+    os.utime(folder / CONFIG_FILE, ns=(time, time))
+    assert LedgerReader(folder).model() == "tiny"
+
+
+def test_no_more_than_a_mebibyte_of_a_config_is_read(folder: Path) -> None:
+    (folder / CONFIG_FILE).write_text("#" * (2**20 - 8) + "\nseed: 12")
+    assert LedgerReader(folder).config == {"seed": 1}
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", b"\xff\xfe", ""])

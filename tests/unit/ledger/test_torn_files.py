@@ -4,6 +4,8 @@ and each of them is whole. A copy with pages of two moments is refused."""
 from __future__ import annotations
 
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,24 @@ async def test_a_whole_copy_is_the_ledger(tmp_path: Path) -> None:
         again = SqliteLedger(copy)
         assert [each.sequence for each in await again.rows(EpisodeRow)] == [1]
         await again.close()
+
+
+async def test_a_row_of_an_episode_that_a_copy_has_not_is_found_once(tmp_path: Path) -> None:
+    """Looking takes time, so only a copy is looked at, when it is first opened."""
+    path, copy = tmp_path / LEDGER_FILE, tmp_path / "copy" / LEDGER_FILE
+    copy.parent.mkdir()
+    ledger = SqliteLedger(path)
+    await ledger.commit([ended_episode(1), TrainedRow(episode=1, step=1, outcome=Use.TRAINED)])
+    await ledger.close()
+    shutil.copy(path, copy)
+    await SqliteLedger(copy).close()
+    for each in (path, copy):
+        with closing(sqlite3.connect(each)) as connection:
+            connection.execute("DELETE FROM episodes")
+            connection.commit()
+        await SqliteLedger(each).close()
+    shutil.copy(path, tmp_path / "other.sqlite")
+    with pytest.raises(
+        StoreError, match=r"a row of trained refers to a row that does not exist\. It is damaged"
+    ):
+        SqliteLedger(tmp_path / "other.sqlite")

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -18,9 +19,10 @@ import numpy as np
 import pytest
 import tinker
 
+from clock import Clock
 from interchange_helpers import until
-from rollout_helpers import make_accepted, make_call
-from run_ledger import KeptRows
+from rollout_helpers import make_accepted, make_call, make_episode, make_group
+from run_ledger import KeptRows, LedgerWriter
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import AlignmentError, EngineError, LinkError, NoSuccessError
 from tinkerscript.ledger.history import History, PlannedRow
@@ -36,6 +38,7 @@ from tinkerscript.ledger.rows import (
     TrainedRow,
     TrainerRow,
     Use,
+    VerdictRow,
 )
 from tinkerscript.ledger.tokens import unpacked_sequences
 from tinkerscript.model_folder import TINY_MODEL
@@ -46,9 +49,12 @@ from tinkerscript.testing import QuietReporter, ScriptedSampler
 from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.backend import Publisher
 from tinkerscript.train.collector import Batch
+from tinkerscript.train.curriculum import Curriculum
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
-from tinkerscript.train.learner import Learner
+from tinkerscript.train.group_judge import GroupJudge, JudgedGroup
+from tinkerscript.train.learner import Learner, LearnerState
 from tinkerscript.train.loop import TrainingLoop
+from tinkerscript.train.off_policy import ReplayBuffer
 from tinkerscript.train.open_run import OpenRun
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
@@ -65,6 +71,7 @@ class Client:
 
     def __init__(self, folder: Path) -> None:
         self.steps = 0
+        self.drops = 0
         self.gap = 0.0
         self._folder = folder
 
@@ -81,7 +88,8 @@ class Client:
 
     forward_backward = forward
 
-    async def drop_gradients(self) -> None: ...
+    async def drop_gradients(self) -> None:
+        self.drops += 1
 
     async def optim_step(self, _: tinker.AdamParams) -> tinker.types.OptimStepResponse:
         self.steps += 1
@@ -153,10 +161,14 @@ class Answering(KeptRows, EpisodeSource):
 @dataclass
 class Run:
     loop: TrainingLoop
-    learner: Learner
+    learners: list[Learner]
     client: Client
     source: Answering
     shown: QuietReporter
+
+    @property
+    def learner(self) -> Learner:
+        return self.learners[0]
 
     def trained(self, step: int) -> list[TrainedRow]:
         return [row for row in self.source.of(TrainedRow) if row.step == step]
@@ -185,6 +197,11 @@ async def running(
     holds: int = 0,
     workers: Mapping[str, int] | None = None,
     restore: Callable[[int], Awaitable[None]] | None = None,
+    renew: Callable[[int], Awaitable[None]] | None = None,
+    publisher: Publisher | None = None,
+    has_curriculum: bool = False,
+    judge: GroupJudge | None = None,
+    is_of_clients: bool = False,
     **training: Any,
 ) -> AsyncGenerator[Run]:
     settings = {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.1, **training}
@@ -193,7 +210,7 @@ async def running(
         {
             "experiment_dir": str(path),
             "recording": recording,
-            "task": {"name": f"{ARITHMETIC}@arithmetic"},
+            "task": {} if is_of_clients else {"name": f"{ARITHMETIC}@arithmetic"},
             "training": {"checkpoint_every": 2, "inspect_log_every": 0, **settings},
             "evaluation": evaluation or {"episodes": 0},
             "workers": workers or {},
@@ -218,13 +235,17 @@ async def running(
         for each in sorted(clients)
     ]
     made = source or Answering()
-    samples = TaskSamples(config.all_tasks, seed=1)
-    samples.next_position = history.next_position
-    policy = Policy(Published(holds), made, version=history.newest_version)
+    samples = None if is_of_clients else TaskSamples(config.all_tasks, seed=1)
+    if samples is not None:
+        samples.next_position = history.next_position
+        samples.curriculum = Curriculum(config.training.curriculum, 1) if has_curriculum else None
+    policy = Policy(publisher or Published(holds), made, version=history.newest_version)
     parts = OpenRun(config, folder, made, LedgerReader(folder.path), shown, history, replayed)
-    loop = TrainingLoop(parts, samples, made, policy, learners, extra_metrics, restore=restore)
+    loop = TrainingLoop(
+        parts, samples, made, policy, learners, extra_metrics, judge, restore=restore, renew=renew
+    )
     async with asyncio.timeout(60):
-        yield Run(loop, learners[0], clients[""], made, shown)
+        yield Run(loop, learners, clients[""], made, shown)
     folder.close()
 
 
@@ -258,6 +279,143 @@ async def test_each_step_trains_on_its_groups_and_publishes_a_version(tmp_path: 
     ]
     assert run.source.statuses[-1]["usable_versions"] == [3]
     assert [step["policy_version"] for step in run.shown.steps] == [1, 2, 3]
+    assert [wait for wait in run.shown.waits if "episodes of" not in wait] == [
+        "the first weights to be published",
+        *("step 1 to train", "step 2 to train", "the checkpoint of step 2"),
+        *("step 3 to train", "the checkpoint of step 3", "the last episodes to end"),
+    ]
+
+
+@pytest.mark.parametrize(("calls", "share"), [(0, 0.0), (1, 0.75), (2, 1.0)])
+async def test_a_step_tells_how_long_it_took_and_how_much_of_that_was_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int, share: float
+) -> None:
+    """One episode runs at a time, with so many calls in three seconds of four."""
+    clock = Clock()
+    for module in ("loop", "occupancy"):
+        monkeypatch.setattr(f"tinkerscript.train.{module}.time", SimpleNamespace(monotonic=clock))
+
+    class Slow(Answering):
+        async def outcomes(self) -> list[Outcome]:
+            ended = await super().outcomes()
+            run.loop.policy.calls.number += calls
+            clock.now += 3
+            run.loop.policy.calls.number -= calls
+            clock.now += 1
+            return ended
+
+    class SlowToPublish(Published):
+        async def publish(self, policy_version: int) -> Sampler:
+            clock.now += 5
+            return await super().publish(policy_version)
+
+    checkpoint = CheckpointRow(step=1, time=1.0, policy_version=1, train_seconds=100.0)
+    history = History(step=1, checkpoint=checkpoint, versions={1: 1}, newest_version=1, next_position=2)
+    workers = {"count": 1, "concurrency": 1}
+    async with running(
+        tmp_path, Slow(), history=history, publisher=SlowToPublish(), workers=workers, groups_per_step=1
+    ) as run:
+        await run.loop.run()
+    assert [step["time/publish_s"] for step in run.shown.steps] == [5, 5]
+    assert [step["time/sample_s"] / step["time/rollout_s"] for step in run.shown.steps] == [
+        pytest.approx(share)
+    ] * 2
+    seconds = [(row.step, row.train_seconds) for row in run.source.of(CheckpointRow)]
+    assert seconds == [(2, 113), (3, 126)], "of two episodes and a publication each"
+
+
+@pytest.mark.parametrize(
+    ("every", "saved"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (6, [5])]
+)
+async def test_checkpoints_are_saved_every_so_many_steps_and_at_the_end(
+    tmp_path: Path, every: int, saved: list[int]
+) -> None:
+    async with running(tmp_path, steps=5, checkpoint_every=every, keep_checkpoints=2) as run:
+        await run.loop.run()
+        assert run.loop.parts.folder.whole_checkpoints() == saved[-2:]
+    assert run.checkpoints == saved
+
+
+async def test_a_checkpoint_has_what_a_run_goes_on_with(tmp_path: Path) -> None:
+    settings = {"advantage_baseline": "sample_mean", "max_policy_lag": 1, "checkpoint_every": 0}
+    async with running(tmp_path, role="judge", has_curriculum=True, **settings) as run:
+        await run.loop.run()
+    (row,) = run.source.of(CheckpointRow)
+    assert (row.step, row.policy_version) == (3, 3)
+    learners = msgspec.json.decode(row.learners, type=dict[str, LearnerState])
+    assert learners == {each.role: each.state for each in run.learners}
+    assert (learners[""].rewards.count, len(learners[""].samples)) == (12, 6)
+    assert json.loads(row.curriculum) == dict.fromkeys(learners[""].samples, 0.5)
+    reports = {"": json.loads(row.report), **json.loads(row.role_reports)}
+    assert reports == {each.role: json.loads(json.dumps(each.report.as_json())) for each in run.learners}
+    assert {lag: gap["tokens"] for lag, gap in reports[""]["gaps"].items()} == {"0": 8, "1": 16}
+    async with running(tmp_path / "without", **settings) as run:
+        await run.loop.run()
+    assert [(row.curriculum, row.role_reports) for row in run.source.of(CheckpointRow)] == [(b"{}", b"{}")]
+
+
+async def test_the_reference_of_the_divergences_is_renewed_from_a_checkpoint_that_stays(
+    tmp_path: Path,
+) -> None:
+    settings = {"kl_penalty_coef": 0.1, "kl_reference_every": 2}
+    settings |= {"steps": 7, "checkpoint_every": 0, "keep_checkpoints": 1}
+    renewed = list[tuple[int, int]]()
+
+    async def renew(step: int) -> None:
+        renewed.append((step, run.loop.step))
+
+    async with running(tmp_path, renew=renew, **settings) as run:
+        await run.loop.run()
+        assert run.loop.parts.folder.whole_checkpoints() == [6, 7]
+    assert renewed == [(2, 2), (4, 4), (6, 6)], "before the next step"
+    assert run.checkpoints == [2, 4, 6, 7]
+    assert [wait for wait in run.shown.waits if "KL" in wait] == [
+        f"the weights of step {step}, the KL reference" for step in (2, 4, 6)
+    ]
+    renewed.clear()
+    history = History(step=5, versions={0: 0, 5: 5}, newest_version=5, next_position=10)
+    async with running(tmp_path, renew=renew, history=history, **settings) as run:
+        await run.loop.run()
+    assert renewed == [(4, 5), (6, 6)], "a resumed run begins with the one that it had"
+
+
+async def test_a_run_trains_on_what_clients_register(tmp_path: Path) -> None:
+    class Clients(Answering):
+        """They run two groups for each step that waits."""
+
+        def collecting(self, batch: BatchProgress | None, **_: Any) -> None:
+            if batch is None or batch.label in self.labels:
+                return
+            self.labels.append(batch.label)
+            for number in range(4):
+                group, version = f"{batch.label}/{number // 2}", len(self.labels) - 1
+                self.end(f"{batch.label}/{number}", group, version, reward=float(number % 2))
+
+        async def outcomes(self) -> list[Outcome]:
+            return [msgspec.structs.replace(each, pool="w") for each in await super().outcomes()]
+
+    source = Clients()
+    async with running(tmp_path, source, is_of_clients=True, on_stale="drop") as run:
+        await run.loop.run()
+    assert (run.steps, source.starts) == ([1, 2, 3], [])
+    assert [len(run.trained(step)) for step in run.steps] == [4, 4, 4]
+    assert source.statuses[-1]["usable_versions"] == [2, 3], "older results would be dropped"
+
+
+async def test_a_judge_sees_every_group_before_it_trains(tmp_path: Path) -> None:
+    def reverse(group: JudgedGroup) -> list[float]:
+        return [1.0 - each.reward for each in group.episodes]
+
+    async def ask(*_: Any) -> Any:
+        """Nobody asks."""
+
+    async with running(tmp_path, judge=GroupJudge(reverse, ask), steps=1) as run:
+        await run.loop.run()
+    verdicts = {row.episode: row.reward for row in run.source.of(VerdictRow)}
+    assert verdicts == {each.sequence: 1.0 - each.reward for each in run.source.all}
+    assert {row.episode: row.advantage for row in run.trained(1)} == {
+        episode: (reward or 0.0) - 0.5 for episode, reward in verdicts.items()
+    }
 
 
 async def test_groups_start_beside_the_steps(tmp_path: Path) -> None:
@@ -594,7 +752,7 @@ async def test_a_misaligned_step_changes_nothing_and_can_be_resumed(tmp_path: Pa
         misaligned.check = spoiled  # type: ignore[method-assign]
         with pytest.raises(AlignmentError, match="step 2: the trainer does not reproduce"):
             await run.loop.run()
-    assert run.client.steps == 1
+    assert (run.client.steps, run.client.drops > 0) == (1, True)
     aside = run.trained(2)
     assert {(row.episode, row.outcome) for row in aside} == {(n, Use.SET_ASIDE) for n in (5, 6, 7, 8)}
     assert all("the trainer does not reproduce" in row.reason for row in aside)
@@ -648,6 +806,7 @@ async def test_groups_of_earlier_steps_train_again_also_in_a_resumed_run(tmp_pat
     async with running(tmp_path / "whole", **replay) as run:
         await run.loop.run()
     assert [len(run.trained(step)) for step in (1, 2, 3)] == [4, 8, 8]
+    assert [(step["lag/0"], step.get("lag/1")) for step in run.shown.steps] == [(4, None), (4, 4), (4, 4)]
     rows = [row for row in run.source.of(TrainedRow) if row.step <= 2 and row.place >= 0]
     checkpoint = run.source.of(CheckpointRow)[0]
     assert checkpoint.step == 2
@@ -671,6 +830,34 @@ async def test_groups_of_earlier_steps_train_again_also_in_a_resumed_run(tmp_pat
     assert len(replayed(run)) == 4
 
 
+async def test_the_groups_that_train_again_are_others_in_each_step(tmp_path: Path) -> None:
+    """One of the four groups of the step before, as the buffer draws it."""
+    settings = {"steps": 7, "groups_per_step": 1, "extra_groups": 3, "replay_uses": 2}
+    async with running(tmp_path, **settings) as run:
+        await run.loop.run()
+    found, expected = list[list[int]](), list[list[int]]()
+    for step in range(2, 8):
+        first = 8 * (step - 1) + 1
+        places = {(row.episode - first + 8) // 2 for row in run.trained(step) if row.episode < first}
+        found.append(sorted(places))
+        buffer = ReplayBuffer(run.loop.parts.config.training, seed=1)
+        buffer.record(make_group([make_episode([], name=str(place))]) for place in range(4))
+        expected.append([int(each.episodes[0].episode_uuid) for each in buffer.draw(step)])
+    assert found == expected
+    assert len({place for (place,) in found}) > 1
+
+
+async def test_what_is_bad_in_the_ledger_is_told_once_after_the_step(tmp_path: Path) -> None:
+    async with running(tmp_path) as run:
+        with LedgerWriter(run.loop.parts.folder.path) as ledger:
+            measured = {"response_tokens/cut_off": 0.75, "alignment/calls": 4.0}
+            rows = [MetricRow(name=name, step=1, value=value) for name, value in measured.items()]
+            ledger.put(StepRow(step=1, time=1.0, policy_version=1), *rows)
+        await run.loop.run()
+    told = [note for note in run.shown.notes if "replies cut off" in note]
+    assert [note.split(":")[:2] for note in told] == [["step 1", " replies cut off 75%"]]
+
+
 async def test_a_run_that_is_stopped_saves_its_last_finished_step(tmp_path: Path) -> None:
     async with running(tmp_path) as run:
         task = asyncio.create_task(run.loop.run())
@@ -686,6 +873,49 @@ async def test_a_run_that_is_stopped_saves_its_last_finished_step(tmp_path: Path
         with pytest.raises(asyncio.CancelledError):
             await task
     assert run.checkpoints == [1]
+
+
+@pytest.mark.parametrize(("first", "every", "saved"), [(0, 1, []), (2, 1, [1]), (2, 0, [1])])
+async def test_a_run_that_is_stopped_saves_no_step_twice(
+    tmp_path: Path, first: int, every: int, saved: list[int]
+) -> None:
+    """Nor the weights with which it began."""
+
+    class Stopping(Answering):
+        async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
+            if step >= first:
+                raise LinkError("gone")
+            await super().start(episodes, step=step)
+
+    async with running(tmp_path, Stopping(), checkpoint_every=every) as run:
+        with pytest.raises(LinkError, match="gone"):
+            await run.loop.run()
+    assert run.checkpoints == saved
+
+
+async def test_a_checkpoint_of_which_the_ledger_is_told_in_vain_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkerscript.train.checkpoints.LAST_COMMIT_S", 0.01)
+
+    class Gone(Answering):
+        async def start(self, episodes: Sequence[PlannedEpisode], *, step: int) -> None:
+            if step == 2:
+                raise LinkError("gone")
+            await super().start(episodes, step=step)
+
+        async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
+            if any(isinstance(row, CheckpointRow) for row in rows):
+                await asyncio.Event().wait()
+            await super().commit(rows)
+
+    async with running(tmp_path, Gone()) as run:
+        with pytest.raises(LinkError, match="gone"):
+            await run.loop.run()
+    assert run.checkpoints == []
+    assert [note for note in run.shown.notes if "no checkpoint" in note] == [
+        "step 1 has no checkpoint: TimeoutError: "
+    ]
 
 
 async def test_a_run_that_is_stopped_while_the_ledger_is_told_of_a_checkpoint_tells_it_again(
@@ -708,6 +938,41 @@ async def test_a_run_that_is_stopped_while_the_ledger_is_told_of_a_checkpoint_te
         with pytest.raises(asyncio.CancelledError):
             await task
     assert run.checkpoints == [2]
+
+
+@pytest.mark.parametrize("where", ["in the update", "in its publication", "when the ledger is told"])
+async def test_what_ends_a_run_within_a_step_leaves_no_checkpoint_of_it(tmp_path: Path, where: str) -> None:
+    """Its weights may be of either step."""
+
+    class Ending(Answering):
+        async def commit(self, rows: Collection[TrainerRow] = ()) -> None:
+            if where == "when the ledger is told" and any(isinstance(row, StepRow) for row in rows):
+                check_step_2(LinkError("gone"))
+            await super().commit(rows)
+
+    class EndingToPublish(Published):
+        async def publish(self, policy_version: int) -> Sampler:
+            if where == "in its publication":
+                check_step_2(EngineError("gone"))
+            return await super().publish(policy_version)
+
+    def check_step_2(error: Exception) -> None:
+        if run.client.steps == 2:
+            raise error
+
+    async with running(tmp_path, Ending(), publisher=EndingToPublish(), checkpoint_every=0) as run:
+        step = run.client.optim_step
+
+        async def ending(params: tinker.AdamParams) -> tinker.types.OptimStepResponse:
+            done = await step(params)
+            if where == "in the update":
+                check_step_2(EngineError("gone"))
+            return done
+
+        run.client.optim_step = ending  # type: ignore[method-assign]
+        with pytest.raises((LinkError, EngineError), match="gone"):
+            await run.loop.run()
+    assert (run.steps, run.checkpoints) == ([1], [])
 
 
 @pytest.mark.parametrize("saves", [True, False])
