@@ -222,6 +222,7 @@ ENDS = {
     b'"reward": 1, "log_metrics": {"a": NaN}': "log_metrics.a",
     b'"reward": 1, "log_metrics": {"a": [1e15, 9e15]}': "log_metrics.a: must be a finite number from -1e+15",
     b'"reward": 1, "log_metrics": {"a": ["high"]}': "log_metrics: Value error, a: a list holds",
+    b'"reward": 1, "log_metrics": {"a": [1' + b"0" * 400 + b"]}": "a: the mean of the list is at most 1e+15",
     b'"reward": 1, "metadata": {"a": "\\ud800"}': "hex escape",
 }
 """What is in a result -> what is said about it."""
