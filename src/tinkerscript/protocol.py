@@ -139,8 +139,12 @@ def failure_line(error: BaseException) -> str:
     line = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, BaseExceptionGroup):
         line += f"; the first: {failure_line(error.exceptions[0])}"
-    # A failure with lone surrogates could not be sent, and would end more than its episode.
-    return line[: limits.REASON_CHARS].encode(errors="replace").decode()
+    return sendable(line)
+
+
+def sendable(words: str) -> str:
+    """Cut a text for people, and replace lone surrogates, which would end more than an episode."""
+    return words[: limits.REASON_CHARS].encode(errors="replace").decode()
 
 
 def _flat_metrics(value: object) -> object:
