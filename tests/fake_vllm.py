@@ -146,8 +146,13 @@ class FakeVllm(FakeServer):
             }
             if self.faults.abort:
                 choice["finish_reason"] = "abort"
+            if self.faults.choice is not None:
+                choice["index"] = self.faults.choice
+            ids = sequence.ids
+            if self.faults.last_id is not None:
+                ids = [*ids[:-1], self.faults.last_id]
             if self.faults.token_ids and body.get("return_token_ids"):
-                choice |= {"token_ids": sequence.ids, "prompt_token_ids": prompt}
+                choice |= {"token_ids": ids, "prompt_token_ids": prompt}
             choices.append(choice)
         sampled = sum(len(sequence.ids) for sequence in sequences)
         if len(self.faults.weights) > 1:

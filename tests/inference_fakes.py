@@ -92,6 +92,12 @@ class Faults:
     not_finite: bool = False
     """The last sampled token's log probability is -inf."""
 
+    last_id: int | None = None
+    """Sampled as the last token."""
+
+    choice: int | None = None
+    """Index of every choice."""
+
     models: tuple[str, ...] = ("served",)
     key: str = ""
     status: int = 0

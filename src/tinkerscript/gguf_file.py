@@ -81,8 +81,16 @@ def make_folder(file: Path, folder: Path, *, note: Callable[[str], None]) -> Non
                 raise
 
 
+class _Reader(GGUFReader):
+    def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
+        # Beyond the end of the file, GGUFReader would read nothing, for as many items as the file says.
+        if count and offset >= len(self.data):
+            raise ValueError("the file ends before what it announces")
+        return super()._get(offset, dtype, count, *more, **options)
+
+
 def _fields(file: Path) -> dict[str, Any]:
-    return {name: field.contents() for name, field in GGUFReader(file).fields.items()}
+    return {name: field.contents() for name, field in _Reader(file).fields.items()}
 
 
 def _write_weights(file: Path, fields: dict[str, Any], folder: Path) -> None:

@@ -139,8 +139,12 @@ def failure_line(error: BaseException) -> str:
     line = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, BaseExceptionGroup):
         line += f"; the first: {failure_line(error.exceptions[0])}"
-    # A failure with lone surrogates could not be sent, and would end more than its episode.
-    return line[: limits.REASON_CHARS].encode(errors="replace").decode()
+    return sendable(line)
+
+
+def sendable(words: str) -> str:
+    """Cut a text for people, and replace lone surrogates, which would end more than an episode."""
+    return words[: limits.REASON_CHARS].encode(errors="replace").decode()
 
 
 def _flat_metrics(value: object) -> object:
@@ -169,9 +173,16 @@ def _numbers(metrics: dict[str, object], prefix: str, depth: int) -> Iterator[tu
             if not all(isinstance(item, int | float) for item in items):
                 raise ValueError(f"{prefix}{name}: a list holds something that is not a number")
             if items:
-                yield f"{prefix}{name}", sum(cast("list[float]", items)) / len(items)
+                yield f"{prefix}{name}", _mean(f"{prefix}{name}", cast("list[float]", items))
         elif value is not None:
             yield f"{prefix}{name}", value
+
+
+def _mean(name: str, numbers: list[float]) -> float:
+    try:
+        return sum(numbers) / len(numbers)
+    except OverflowError as error:  # JSON has integers of any size.
+        raise ValueError(f"{name}: the mean of the list is at most {limits.METRIC.limit:g}") from error
 
 
 def call_id_of(reply_id: str) -> str:

@@ -240,6 +240,26 @@ async def test_a_stream_that_ends_too_soon_is_no_reply(distribution: Distributio
             assert error.value.status == status, "a replica that refuses a request is not lost"
 
 
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ({"last_id": 2**31}, "2147483648 is no token id"),
+        ({"last_id": -5}, "-5 is no token id"),
+        ({"choice": 99}, "choice 99 of a request for 1"),
+        ({"choice": -1}, "choice -1 of a request for 1"),
+    ],
+)
+async def test_a_streamed_reply_of_impossible_numbers_is_named(
+    faults: dict[str, Any], message: str, distribution: Distribution, byte_model: Path
+) -> None:
+    fake = FakeVllm(distribution, Faults())
+    async with opened(fake, byte_model) as sampler:
+        fake.faults = Faults(**faults)
+        flying = RemoteSampler(sampler.server, sampler.facts, text=str)
+        with pytest.raises(GatewayError, match=f"the inference server's reply cannot be used: {message}"):
+            await flying.sample(request())
+
+
 async def test_replies_never_grow_beyond_the_context(distribution: Distribution, byte_model: Path) -> None:
     fake = FakeVllm(distribution, Faults())
     async with opened(fake, byte_model) as sampler:
@@ -267,6 +287,8 @@ async def test_replies_never_grow_beyond_the_context(distribution: Distribution,
         ({"abort": True}, 503, "engine_unavailable", "aborted the call"),
         ({"extra_prompt": True}, 502, "engine_error", "prompt"),
         ({"token_ids": False}, 502, "engine_error", "token_ids"),
+        ({"last_id": 2**63}, 502, "engine_error", "9223372036854775808 is no token id"),
+        ({"last_id": -5}, 502, "engine_error", "-5 is no token id"),
     ],
 )
 async def test_failures_have_the_status_for_the_callers_retries(

@@ -28,6 +28,7 @@ from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.errors import ConfigError
 from tinkerscript.files import LEDGER_FILE
+from tinkerscript.ledger import SqliteLedger
 from tinkerscript.protocol import NO_EPISODES, RUN_FINISHED, WEIGHT_SYNCING
 from tinkerscript.server.episodes.record import SERVER_KINDS
 from tinkerscript.server.process import running_server
@@ -197,6 +198,29 @@ async def test_ends_that_are_refused(setup: Setup) -> None:
     assert "another result" in other["failure_reason"]
 
 
+async def test_forged_rewards_of_calls_read_no_calls_again(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim's calls may be 128 MiB, and reading them holds up everybody for a second."""
+    await setup.link.register(new_episodes("e"))
+    claim = await setup.claim()
+    await setup.call(claim.openai_api_key)
+    read = list[object]()
+    calls = SqliteLedger.calls
+
+    def counted(ledger: SqliteLedger, claims: Any) -> Any:
+        read.append(claims)
+        return calls(ledger, claims)
+
+    monkeypatch.setattr(SqliteLedger, "calls", counted)
+    for number in range(5):
+        output = {"call_rewards": {f"chatcmpl-{number}": 1}}
+        end: dict[str, Any] = {"episode_uuid": "e", "attempt": 1, "workflow_output": output}
+        refused = await setup.post("/end_episode", 422, client_uuid="c", **end)
+        assert f"'{number}' is not a model call of this claim" in refused["failure_reason"]
+    assert read == []
+
+
 async def test_a_client_cannot_fail_in_the_servers_name(setup: Setup) -> None:
     """What a client calls cancelled would be taken for the trainer's own doing."""
     await setup.link.register(new_episodes("e"))
@@ -222,6 +246,7 @@ ENDS = {
     b'"reward": 1, "log_metrics": {"a": NaN}': "log_metrics.a",
     b'"reward": 1, "log_metrics": {"a": [1e15, 9e15]}': "log_metrics.a: must be a finite number from -1e+15",
     b'"reward": 1, "log_metrics": {"a": ["high"]}': "log_metrics: Value error, a: a list holds",
+    b'"reward": 1, "log_metrics": {"a": [1' + b"0" * 400 + b"]}": "a: the mean of the list is at most 1e+15",
     b'"reward": 1, "metadata": {"a": "\\ud800"}': "hex escape",
 }
 """What is in a result -> what is said about it."""

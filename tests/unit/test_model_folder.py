@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Generator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from chat_families import FAMILIES
 from fake_hub import COMMIT, FakeHub
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.rendering import ChatRenderer
+from tinkerscript.gguf_file import make_folder
 from tinkerscript.model_folder import (
     TINY_MODEL,
     context_of,
@@ -168,3 +170,21 @@ def test_without_a_network_the_cache_is_all_there_is(hub: FakeHub, monkeypatch: 
         with pytest.raises(ConfigError, match=f"nor completely in the cache .*, and .*{why}"):
             model_folder("acme/llama", weights=True)
         assert model_folder("acme/llama") == folder
+
+
+@pytest.mark.parametrize(
+    "announced",
+    [
+        struct.pack("<QQQcIIQ", 0, 1, 1, b"a", 9, 0, 2**40),  # An array of 2^40 bytes.
+        struct.pack("<QQQcIQ", 0, 1, 1, b"a", 8, 2**60),  # A string.
+        struct.pack("<QQ", 0, 2**40),
+        struct.pack("<QQ", 2**40, 0),
+    ],
+    ids=["array", "string", "fields", "tensors"],
+)
+def test_a_gguf_file_that_announces_more_than_it_has_is_refused(tmp_path: Path, announced: bytes) -> None:
+    """Reading all that an array announces would take hours, and all memory."""
+    file = tmp_path / "small.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<I", 3) + announced)
+    with pytest.raises(ConfigError, match=r"small\.gguf cannot be read.*the file ends before"):
+        make_folder(file, tmp_path / "made", note=print)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -59,6 +59,8 @@ class ClaimState:
     cache: IdempotencyCache
     in_flight: int = 0
     failed: int = 0  # Refused, or failed in the engine.
+    # One request's images take up to a minute, and others wait behind each claim's next.
+    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @contextmanager
     def answering(self) -> Generator[None]:
@@ -186,7 +188,8 @@ class NamedModel(ABC):
         with state.answering():
             if dialect.no_images is None and (b"image_url" in body or b"\\u" in body):
                 loop = asyncio.get_running_loop()
-                fingerprint, call = await loop.run_in_executor(_DECODING, _read, dialect, caller, body)
+                async with state.decoding:
+                    fingerprint, call = await loop.run_in_executor(_DECODING, _read, dialect, caller, body)
             else:
                 fingerprint, call = await in_thread_if(len(body) >= LONG_BODY, _read, dialect, caller, body)
             while attempt := state.cache.in_flight(fingerprint):

@@ -58,19 +58,41 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
     path = run_dir / LEDGER_FILE
     if not path.is_file():
         raise ConfigError(f"{run_dir} has no {LEDGER_FILE}: is it the folder of a run?")
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as run:
-        (version,) = run.execute("PRAGMA user_version").fetchone()
-        if version != LEDGER_VERSION:
-            raise ConfigError(f"{path} has version {version}, and this tinkerscript reads {LEDGER_VERSION}")
-        facts = DICTIONARIES.replace("{s}", "")
-        dictionaries = Dictionaries(lambda: (content for _, content in run.execute(facts).fetchall()))
-        for (group_id,) in run.execute(_GROUPS).fetchall():
-            members = run.execute(_MEMBERS, (group_id, Use.SET_ASIDE)).fetchall()
-            episodes = tuple(
-                _episode(run, dictionaries, group_id, _Member(*each), trains_constrained) for each in members
-            )
-            if episodes:
-                yield RolloutGroup(group_id, episodes)
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as run:
+            (version,) = run.execute("PRAGMA user_version").fetchone()
+            if version != LEDGER_VERSION:
+                raise ConfigError(
+                    f"{path} has version {version}, and this tinkerscript reads {LEDGER_VERSION}"
+                )
+            facts = DICTIONARIES.replace("{s}", "")
+            dictionaries = Dictionaries(lambda: (content for _, content in run.execute(facts).fetchall()))
+            for (group_id,) in run.execute(_GROUPS).fetchall():
+                members = run.execute(_MEMBERS, (group_id, Use.SET_ASIDE)).fetchall()
+                episodes = tuple(
+                    _checked_episode(run, dictionaries, group_id, _Member(*each), trains_constrained)
+                    for each in members
+                )
+                if episodes:
+                    yield RolloutGroup(group_id, episodes)
+    except sqlite3.Error as error:
+        raise ConfigError(f"{path} cannot be read: {error}; give the folder of a whole run") from error
+
+
+def _checked_episode(
+    run: sqlite3.Connection,
+    dictionaries: Dictionaries,
+    group_id: str,
+    member: _Member,
+    trains_constrained: bool,
+) -> EpisodeRollouts:
+    try:
+        return _episode(run, dictionaries, group_id, member, trains_constrained)
+    except Exception as error:  # A ledger from elsewhere may hold anything.
+        raise ConfigError(
+            f"the ledger has something else than an episode as {member.uuid!r}: {type(error).__name__}: "
+            f"{error}; use another run"
+        ) from error
 
 
 def _episode(

@@ -21,7 +21,11 @@ EVENTS_PER_PAGE = 100
 SHOWN_CHARS_OF_MESSAGE = 20_000
 MAX_RAW_CHARS = 2000
 MAX_DEPTH = 12
+LABEL_CHARS = 200
 LAST_MESSAGES = 4  # Of a call's prompt.
+
+# Many places may name one attachment, so that a small transcript could expand to terabytes.
+EXPANDED_CHARS = 32 * 2**20  # Of a page's events.
 
 ATTACHMENT = "attachment://"
 
@@ -79,6 +83,28 @@ class _Place(msgspec.Struct):
     span_id: str | None = None
 
 
+class _Attachments:
+    def __init__(self, texts: dict[str, str]) -> None:
+        self._texts = texts
+        self._room = EXPANDED_CHARS
+
+    def into(self, value: Any, depth: int = 0) -> Any:
+        """Put texts in the place of their names, as long as there is room."""
+        if isinstance(value, str):
+            text = self._texts.get(value.removeprefix(ATTACHMENT)) if value.startswith(ATTACHMENT) else None
+            if text is None or len(text) > self._room:
+                return value
+            self._room -= len(text)
+            return text
+        if not self._texts or depth > MAX_DEPTH:
+            return value
+        if isinstance(value, dict):
+            return {name: self.into(each, depth + 1) for name, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        if isinstance(value, list):
+            return [self.into(each, depth + 1) for each in value]  # pyright: ignore[reportUnknownVariableType]
+        return value
+
+
 _read_transcript = msgspec.json.Decoder(Transcript).decode
 _read_place = msgspec.json.Decoder(_Place).decode
 
@@ -129,12 +155,13 @@ def _view(attempt: int, attempts: list[int], transcript: Transcript, offset: int
     places = list(_places(transcript.events[:MAX_EVENTS]))
     shown = places[offset : offset + EVENTS_PER_PAGE]
     first = _value(transcript.events[0]).get("timestamp") if transcript.events else None
+    attachments = _Attachments(transcript.attachments)
     store = bytes(transcript.store)
     end = offset + len(shown)
     return TranscriptView(
         attempt=attempt,
         attempts=attempts,
-        events=[_event(transcript, at, depth, first) for at, depth in shown],
+        events=[_event(transcript, attachments, at, depth, first) for at, depth in shown],
         total=len(places),
         next=end if end < len(places) else None,
         store="" if store in (b"{}", b"null") else _text(_decoded(store)),
@@ -159,28 +186,33 @@ def _places(events: list[msgspec.Raw]) -> Iterator[tuple[int, int]]:
         yield at, depth
 
 
-def _event(transcript: Transcript, at: int, depth: int, first: Any) -> TimelineEvent:
-    value: dict[str, Any] = _attached(_value(transcript.events[at]), transcript.attachments)
+def _event(
+    transcript: Transcript, attachments: _Attachments, at: int, depth: int, first: Any
+) -> TimelineEvent:
+    value: dict[str, Any] = attachments.into(_value(transcript.events[at]))
     kind = str(value.get("event") or "unknown")[:40]
-    title, parts = _summary(kind, value, transcript)
-    took = value.get("working_time")
+    title, parts = _summary(kind, value, transcript, attachments)
     return TimelineEvent(
         kind=kind,
-        title=title[:200],
+        title=title[:LABEL_CHARS],
         depth=depth,
         seconds=_seconds(first, value.get("timestamp")),
-        took_s=float(took) if isinstance(took, int | float) else None,
+        took_s=_number(value.get("working_time")),
         failed=kind == "error" or bool(value.get("error")),
         parts=[
-            Part(label=label, text=_text(text)) for label, text in parts if text not in (None, "", [], {})
+            Part(label=label[:LABEL_CHARS], text=_text(text))
+            for label, text in parts
+            if text not in (None, "", [], {})
         ],
     )
 
 
-def _summary(kind: str, value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
+def _summary(
+    kind: str, value: dict[str, Any], transcript: Transcript, attachments: _Attachments
+) -> tuple[str, list[tuple[str, Any]]]:
     match kind:
         case "model":
-            return _model_call(value, transcript)
+            return _model_call(value, transcript, attachments)
         case "tool":
             given = [(name, value.get(name)) for name in ("arguments", "result")]
             return str(value.get("function")), [*given, ("error", _message_of(value.get("error")))]
@@ -230,10 +262,12 @@ _ABOUT = frozenset(
 )
 
 
-def _model_call(value: dict[str, Any], transcript: Transcript) -> tuple[str, list[tuple[str, Any]]]:
+def _model_call(
+    value: dict[str, Any], transcript: Transcript, attachments: _Attachments
+) -> tuple[str, list[tuple[str, Any]]]:
     output = _object(value.get("output"))
     choices = [_object(choice) for choice in _items(output.get("choices"))]
-    number, messages = _prompt(value, transcript)
+    number, messages = _prompt(value, transcript, attachments)
     asked = "".join(f"{m.get('role')}: {_message_text(m.get('content'))}\n" for m in messages)
     label = f"prompt, the last {len(messages)} of {number} messages" if number > len(messages) else "prompt"
     parts: list[tuple[str, Any]] = [(label, asked)]
@@ -250,7 +284,9 @@ def _model_call(value: dict[str, Any], transcript: Transcript) -> tuple[str, lis
     return f"{value.get('model')}{tokens}", parts
 
 
-def _prompt(value: dict[str, Any], transcript: Transcript) -> tuple[int, list[dict[str, Any]]]:
+def _prompt(
+    value: dict[str, Any], transcript: Transcript, attachments: _Attachments
+) -> tuple[int, list[dict[str, Any]]]:
     pool = transcript.events_data.messages if transcript.events_data else []
     given = _items(value.get("input"))
     pooled: list[range] = []
@@ -260,7 +296,7 @@ def _prompt(value: dict[str, Any], transcript: Transcript) -> tuple[int, list[di
     number = len(given) + sum(map(len, pooled))
     last = [at for span in pooled[-LAST_MESSAGES:] for at in span[-LAST_MESSAGES:]]
     messages = [*map(_object, given[-LAST_MESSAGES:]), *(_value(pool[at]) for at in last)]
-    return number, [_attached(each, transcript.attachments) for each in messages[-LAST_MESSAGES:]]
+    return number, [attachments.into(each) for each in messages[-LAST_MESSAGES:]]
 
 
 def _message_text(content: Any) -> str:
@@ -272,19 +308,6 @@ def _message_text(content: Any) -> str:
 
 def _message_of(error: Any) -> Any:
     return error.get("message") if isinstance(error, dict) else error  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-
-
-def _attached(value: Any, attachments: dict[str, str], depth: int = 0) -> Any:
-    if isinstance(value, str):
-        named = value.startswith(ATTACHMENT)
-        return attachments.get(value.removeprefix(ATTACHMENT), value) if named else value
-    if not attachments or depth > MAX_DEPTH:
-        return value
-    if isinstance(value, dict):
-        return {name: _attached(each, attachments, depth + 1) for name, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
-    if isinstance(value, list):
-        return [_attached(each, attachments, depth + 1) for each in value]  # pyright: ignore[reportUnknownVariableType]
-    return value
 
 
 def _decoded(text: bytes | msgspec.Raw) -> Any:
@@ -312,6 +335,13 @@ def _text(value: Any) -> str:
     text = text.encode("utf-8", "replace").decode()
     more = len(text) - SHOWN_CHARS_OF_MESSAGE
     return text if more <= 0 else f"{text[:SHOWN_CHARS_OF_MESSAGE]}… ({more} more characters)"
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def _seconds(first: Any, at: Any) -> float | None:

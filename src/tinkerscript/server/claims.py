@@ -7,7 +7,7 @@ import hmac
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinkerscript.access_tokens import ClaimKeys
@@ -97,8 +97,10 @@ class _Usage:
     bytes_in_flight: int = 0
     began: deque[float] = field(default_factory=deque[float])
     oldest_version: int | None = None
+    roles: dict[str, str] = field(default_factory=dict[str, str])  # By call id.
 
     def add(self, call: Call) -> None:
+        self.roles[call.call_id] = call.role
         self.calls += 1
         self.tokens += call.reply_tokens
         self.bytes += call.size
@@ -195,6 +197,15 @@ class LeasedClaims(ClaimBook):
     async def recorded(self, episode_uuid: str, attempt: int) -> list[Call]:
         (calls,) = await self._ledger.calls([(self._book.get(episode_uuid).sequence, attempt)])
         return calls
+
+    async def roles_of_calls(self, episode: EpisodeRecord, attempt: int) -> Mapping[str, str]:
+        """By call id. Reads a held claim's calls at most once, because that may take a second."""
+        usage = self._usages.get((episode.uuid, attempt))
+        if usage is None:
+            usage = _usage_of(await self.recorded(episode.uuid, attempt))
+            if not episode.why_lost(attempt):
+                usage = self._usages.setdefault((episode.uuid, attempt), usage)
+        return usage.roles
 
     async def oldest_version(self, episode: EpisodeRecord) -> int | None:
         usage = self._usages.get((episode.uuid, episode.attempt))

@@ -16,6 +16,7 @@ from tinkerscript.errors import ConfigError, ConversionError
 from tinkerscript.ledger.groups import recorded_groups
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.model_folder import context_of, model_folder
+from tinkerscript.remote_folder import is_url
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.rollouts.trainers import refuse_episode_errors, to_scoring_datum
 from tinkerscript.train.chats import Chats, SupervisedExample, divided
@@ -26,7 +27,7 @@ def load_episodes(config: RunConfig, model: Path) -> Chats:
     """Raises ConfigError for another tokenizer, or if no episode beats the others."""
     sft = config.sft
     run, longest = Path(sft.data).expanduser(), context_of(model)
-    _check_model(run, model)
+    _check_model(run, model, own=config.engine.model)
     found: list[tuple[float, SupervisedExample]] = []
     lowest, wrong = math.inf, 0
     for group in recorded_groups(run):
@@ -56,12 +57,19 @@ def load_episodes(config: RunConfig, model: Path) -> Chats:
     )
 
 
-def _check_model(run: Path, model: Path) -> None:
+def _check_model(run: Path, model: Path, *, own: str) -> None:
     recorded = LedgerReader(run, store="sqlite")
     if recorded.config.get("method") == "sft":
         raise ConfigError(f"sft.data: {run} is a run of method: sft, whose chats have no rewards")
-    whose = f"sft.data: the run in {run}"
-    check_same_tokenizer(model, model_folder(recorded.model()), whose=whose)
+    named = recorded.model()
+    if named == own:
+        return
+    if is_url(named):  # A folder from elsewhere could name any.
+        raise ConfigError(
+            f"sft.data: the run in {run} names its model as {named}, from which no tokenizer is fetched to "
+            "compare: set engine.model to that URL if you trust it"
+        )
+    check_same_tokenizer(model, model_folder(named), whose=f"sft.data: the run in {run}")
 
 
 def _may_train(episode: EpisodeRollouts) -> bool:

@@ -217,7 +217,11 @@ class Collector:
         judging = set[asyncio.Task[None]]()
         try:
             while True:
-                self.receive(await self.source.outcomes())
+                outcomes = await self.source.outcomes()
+                if self.check_for_teacher is None:
+                    self.receive(outcomes)
+                else:  # It renders prompts, which must delay no model call.
+                    self._take(await asyncio.to_thread(self._checked, outcomes))
                 while self._to_judge:
                     task = asyncio.create_task(self._judged(*self._to_judge.popleft()))
                     judging.add(task)
@@ -263,9 +267,14 @@ class Collector:
         self._received.set()
 
     def receive(self, outcomes: Sequence[Outcome]) -> None:
+        self._take(self._checked(outcomes))
+
+    def _checked(self, outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Outcome]]:
+        return [(each, usable(each, self.scores, self.check_for_teacher)) for each in outcomes]
+
+    def _take(self, checked: Sequence[tuple[Outcome, Outcome]]) -> None:
         left_out = list[TrainedRow]()
-        for result in outcomes:
-            outcome = usable(result, self.scores, self.check_for_teacher)
+        for result, outcome in checked:
             if isinstance(result, EpisodeAccepted) and isinstance(outcome, EpisodeFailed):
                 reason = f"{why_failed(outcome)} from client {result.client_uuid!r}"
                 self.progress.note(f"episode {result.episode_uuid} is kept but does not train: {reason}")

@@ -10,6 +10,7 @@ import inspect
 import json
 import math
 import random
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from tinkerscript.config import JudgeConfig, RunConfig, import_name
 from tinkerscript.errors import ConfigError, GatewayError
 from tinkerscript.gateway.outside_server import OutsideServer
 from tinkerscript.gateway.rendering import ChatRenderer, ParseOptions
-from tinkerscript.protocol import bounded
+from tinkerscript.protocol import bounded, sendable
 from tinkerscript.rollouts.call import conversation_of, pack_ids, unpack_ids
 from tinkerscript.sampler import SampleRequest
 from tinkerscript.train.policy import Policy
@@ -121,9 +122,9 @@ def _verdict(item: object) -> Verdict:
         case bool():
             return Verdict(float(item))
         case int() | float():
-            return Verdict(bounded("a verdict", float(item)))
+            return Verdict(float(bounded("a verdict", item)))
         case (int() | float() as reward, str() as words):
-            return Verdict(bounded("a verdict", float(reward)), words)
+            return Verdict(float(bounded("a verdict", reward)), sendable(words))
         case _:
             raise ValueError(f"a verdict is a number, or a number and words, not {item!r}")
 
@@ -177,6 +178,9 @@ You compare several attempts of an agent at the same task, and score each from 0
 Reply with one JSON object and nothing else:
 {"scores": [{"attempt": 1, "why": "one sentence", "score": 0.5}, ...]}, each attempt once."""
 
+# An attempt could end itself in its text, and write another one.
+_TAGS = re.compile(r"<(?=\s*/?\s*(?:task|attempt)\b)", re.IGNORECASE)
+
 
 async def ranked(group: JudgedGroup, judge: JudgeConfig) -> list[Verdict]:
     """Ask the role `judge.role` to score all attempts, in random order."""
@@ -217,7 +221,7 @@ def _text(messages: Sequence[Message]) -> str:
         )
         for call in message.get("tool_calls") or ():
             lines.append(f"[calls] {json.dumps(call.get('function', {}), ensure_ascii=False)}")
-    return "\n".join(lines)
+    return _TAGS.sub("&lt;", "\n".join(lines))
 
 
 def _scores(reply: str, number: int) -> list[Verdict]:
@@ -225,7 +229,7 @@ def _scores(reply: str, number: int) -> list[Verdict]:
     try:
         items = json.loads(reply[begin : end + 1])["scores"]
         found = {int(item["attempt"]): (float(item["score"]), str(item.get("why", ""))) for item in items}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"the judge's reply has no scores as JSON ({error}): {reply[:500]!r}") from error
     if sorted(found) != list(range(1, number + 1)) or len(items) != number:
         raise ValueError(f"the judge scored {sorted(found)}, not each of {number} attempts: {reply[:500]!r}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -108,32 +108,39 @@ def informed_prompts(
 
     Raises EngineError if that is not text, and for a prompt without messages.
     """
-    found: dict[int, IntArray] = {}
-    for episode in episodes:
-        context = episode.metadata.get(CONTEXT)
-        if context is None:
-            continue
-        for rollout in episode.rollouts:
-            messages, tools = _asked(episode.calls, rollout.segments[0].call)
-            if not isinstance(context, str) or not messages:
-                what = "the prompt has none" if isinstance(context, str) else f"it is {context!r}"
-                raise EngineError(
-                    f"episode {episode.episode_uuid}: {CONTEXT} in the metadata is a text that the teacher "
-                    f"reads after the last message of the prompt, and {what}"
-                )
-            ids = renderer().render([*messages[:-1], _with(messages[-1], context)], tools)
-            found[id(rollout)] = np.array(ids, np.int32)
-    return found
+    return {
+        id(rollout): read
+        for episode in episodes
+        if episode.metadata.get(CONTEXT) is not None
+        for rollout, read in _read_by_teacher(episode, renderer)
+    }
 
 
-def _asked(calls: Iterable[Call], call: Call) -> tuple[list[Any], list[Any]]:
-    by_id = {each.call_id: each for each in with_messages(calls)}
-    root = by_id[call.call_id]
-    by_id[call.call_id] = structs.replace(root, reply="{}")
-    while root.parent_id:
-        root = by_id[root.parent_id]
-    before = list(by_id.values())[: list(by_id).index(call.call_id) + 1]
-    return conversation_of(before), json.loads(root.tools)
+def _read_by_teacher(
+    episode: EpisodeRollouts, renderer: Callable[[], ChatRenderer]
+) -> Iterator[tuple[Rollout, IntArray]]:
+    context = episode.metadata.get(CONTEXT)
+    if context is None:
+        yield from ((rollout, rollout.prompt_tokens) for rollout in episode.rollouts)
+        return
+    by_id = {each.call_id: each for each in with_messages(episode.calls)}
+    for rollout in episode.rollouts:
+        messages, tools = _asked(by_id, rollout.segments[0].call)
+        if not isinstance(context, str) or not messages:
+            what = "the prompt has none" if isinstance(context, str) else f"it is {context!r}"
+            raise EngineError(
+                f"episode {episode.episode_uuid}: {CONTEXT} in the metadata is a text that the teacher "
+                f"reads after the last message of the prompt, and {what}"
+            )
+        ids = renderer().render([*messages[:-1], _with(messages[-1], context)], tools)
+        yield rollout, np.array(ids, np.int32)
+
+
+def _asked(by_id: Mapping[str, Call], call: Call) -> tuple[list[Any], list[Any]]:
+    chain = [structs.replace(by_id[call.call_id], reply="{}")]
+    while chain[-1].parent_id:
+        chain.append(by_id[chain[-1].parent_id])
+    return conversation_of(chain[::-1]), json.loads(chain[-1].tools)
 
 
 def _with(message: dict[str, Any], text: str) -> dict[str, Any]:
@@ -188,17 +195,19 @@ class Distillation:
             return
         rollouts = merge_calls(calls, episode_uuid=outcome.episode_uuid)
         episode = EpisodeRollouts(outcome.episode_uuid, 0.0, rollouts, tuple(calls), {CONTEXT: context})
+        lengths = (
+            len(read) + len(rollout.tokens) - rollout.prompt_length
+            for rollout, read in _read_by_teacher(episode, self._renderer)
+        )
         try:
-            prompts = informed_prompts([episode], self._renderer)
+            # The first is enough: rendering thousands of long prompts would take hours.
+            length = next((each for each in lengths if each > longest), 0)
         except Exception as error:
             raise ValueError(failure_line(error)) from error
-        for rollout in rollouts:
-            read = prompts.get(id(rollout), rollout.prompt_tokens)
-            length = len(read) + len(rollout.tokens) - rollout.prompt_length
-            if length > longest:
-                raise ValueError(
-                    f"the teacher {self._name!r} reads {longest} tokens, and a sequence has {length} for it"
-                )
+        if length:
+            raise ValueError(
+                f"the teacher {self._name!r} reads {longest} tokens, and a sequence has {length} for it"
+            )
 
     async def apply(
         self, items: Sequence[WeightedRollout], episodes: Iterable[EpisodeRollouts] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import struct
@@ -18,15 +19,16 @@ import pytest
 from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngImageFile
 
-from gateway_bench import Bench
+from gateway_bench import CLAIM, Bench
 from session_book import Book, assistant, user
 from tinkerscript.config import RunConfig
-from tinkerscript.gateway.dialects import AGENT_PREFIX
-from tinkerscript.gateway.images import ImageFormat, read_image
+from tinkerscript.gateway.claim_book import OpenClaim
+from tinkerscript.gateway.dialects import AGENT_PREFIX, chat
+from tinkerscript.gateway.images import ImageFormat, file_of, read_image
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.call import Call, PlacedImage, unpack_ids
 from tinkerscript.sampler import SampleRequest, refuse_unsupported
-from tinkerscript.testing import ScriptedSampler
+from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 from vision_model import SMOLVLM_TEMPLATE, data_url, make_vision_model, own_processor, picture
 
 ONE, OTHER = picture(0), picture(1)
@@ -307,6 +309,36 @@ async def test_images_are_decoded_apart_from_the_event_loop(
         assert response.status_code == 200
     assert names
     assert all(name.startswith("images") for name in names)
+
+
+async def test_a_claims_many_images_delay_another_claims_by_one_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A claim may have hundreds of calls at once, whose images take hours to decode."""
+    bench = Bench(folder, MemoryClaimBook({"key": CLAIM, "other": OpenClaim("other", 1, 0)}))
+    decoded: list[bytes] = []
+    began, go = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(url: str, *where: Any) -> Any:
+        decoded.append(file_of(url, ""))
+        loop.call_soon_threadsafe(began.set)
+        assert go.wait(10)
+        return read_image(url, *where)
+
+    monkeypatch.setattr(chat, "read_image", slow)
+    many = [asyncio.create_task(bench.ask([asked(ONE, str(number))])) for number in range(9)]
+    await began.wait()
+    body = {"model": "policy", "messages": [asked(OTHER, "?")]}
+    headers = {"Authorization": "Bearer other"}
+    one = asyncio.create_task(bench.client.post("/v1/chat/completions", json=body, headers=headers))
+    await asyncio.sleep(0.1)
+    go.set()
+    assert (await one).status_code == 200
+    await asyncio.gather(*many)
+    await bench.client.aclose()
+    assert decoded.index(OTHER) == 1
+    assert len(decoded) == 10
 
 
 async def test_requests_have_at_most_so_many_images(seeing: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,48 @@ async def test_what_is_not_recorded_is_not_found(
     with pytest.raises(NotRecordedError):
         transcript_view(run.reader, uuid)
     assert (await client.get(f"/api/episodes/{uuid}/transcript")).status_code == 404
+
+
+NAMED = "attachment://a"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "info", "data": [NAMED] * 300},
+        {"event": "model", "model": [NAMED] * 300, "input": [{"role": "user", "content": [NAMED] * 300}] * 4},
+        {"event": "model", "input_refs": [[0, 4]]},
+        {"event": "store", "changes": [{"op": "add", "path": NAMED, "value": NAMED}] * 300},
+        {"event": "tool", "function": {"name": [NAMED] * 300}, "error": {"message": [NAMED] * 300}},
+    ],
+    ids=["info", "model", "pooled", "store", "tool"],
+)
+def test_what_many_places_name_does_not_fill_the_memory(run: WrittenRun, event: dict[str, Any]) -> None:
+    """A kilobyte would become gigabytes."""
+    pool = {"messages": [{"role": "user", "content": [NAMED] * 300}] * 4}
+    transcript = packed({"events": [event], "events_data": pool, "attachments": {"a": "x" * 2**22}})
+    assert len(transcript) < 4096
+    send(run, transcript)
+    tracemalloc.start()
+    try:
+        found = transcript_view(run.reader, "e")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found.problem is None
+    assert most < 400 * 2**20
+    assert all(len(part.label) <= 200 for part in found.events[0].parts)
+
+
+def test_what_there_is_room_for_is_told_and_the_rest_keeps_its_name(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EXPANDED_CHARS", 8)
+    send(run, packed({"events": [{"event": "info", "data": [NAMED] * 3}], "attachments": {"a": "four"}}))
+    (event,) = transcript_view(run.reader, "e").events
+    assert json.loads(event.parts[0].text) == ["four", "four", NAMED]
+
+
+def test_a_time_that_is_no_float_is_left_out(run: WrittenRun) -> None:
+    send(run, packed({"events": [{"event": "info", "data": "x", "working_time": 10**400}]}))
+    assert [each.took_s for each in transcript_view(run.reader, "e").events] == [None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sqlite3
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 
 from rollout_helpers import make_call
+from tinkerscript import model_folder as model_folder_module
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
+from tinkerscript.files import LEDGER_FILE
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import Call
 from tinkerscript.train.best_episodes import load_episodes
@@ -182,3 +185,34 @@ def test_a_run_goes_on_with_the_episodes_that_it_began_with_alone(tmp_path: Path
     more = run(tmp_path / "more", GROUPS | {"g4": [("i", 1.0, [call(9, 6)])]})
     with pytest.raises(ConfigError, match=r"the episodes of sft\.data changed since the run"):
         goes_on(more)
+
+
+def test_no_tokenizer_is_fetched_from_a_url_that_a_run_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder from elsewhere could name any host, with the credentials of whoever trains."""
+    fetched = list[str]()
+    monkeypatch.setattr(model_folder_module, "fetched_checkpoint", lambda url, **_: fetched.append(url))
+    folder = run(tmp_path, GROUPS, engine={"model": "s3://elsewhere/model"})
+    with pytest.raises(ConfigError, match=r"the run in .* s3://elsewhere/model, .*set engine\.model"):
+        load(folder)
+    assert fetched == []
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("UPDATE calls SET call = x'00ff' WHERE episode = 2", "than an episode as 'b': .*array"),
+        ("UPDATE calls SET call = x'28B52FFD00FF' WHERE episode = 2", "than an episode as 'b'"),
+        ("UPDATE episodes SET reward = 9e999 WHERE uuid = 'b'", "as 'b': ValueError: .*a finite number"),
+        ("UPDATE results SET result = '[1]' WHERE episode = 2", "as 'b': .*ValidationError"),
+        ("DROP TABLE results", "cannot be read: no such table"),
+    ],
+)
+def test_what_no_server_wrote_is_named(tmp_path: Path, change: str, problem: str) -> None:
+    folder = run(tmp_path, GROUPS)
+    with closing(sqlite3.connect(folder / LEDGER_FILE)) as ledger:
+        ledger.execute(change)
+        ledger.commit()
+    with pytest.raises(ConfigError, match=problem):
+        load(folder)

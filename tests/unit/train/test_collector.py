@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from typing import Any
@@ -54,6 +55,19 @@ async def test_the_episodes_of_a_batch_are_started_for_its_step_and_none_is_left
         source.queue.put_nowait([accepted("late", sequence=3, number=8)])
         await waiting
         assert source.left_out == [(3, 0, "no batch is waiting for it")]
+
+
+async def test_checking_for_a_teacher_delays_no_model_call() -> None:
+    """A program's long context takes seconds to render, and the link must not fall silent."""
+    async with collecting() as (collector, source):
+        checked = list[str]()
+        collector.check_for_teacher = lambda _: checked.append(threading.current_thread().name)
+        batch = Batch("step 1")
+        await collector.open(batch, [plans("a")], step=1)
+        source.queue.put_nowait([accepted("a")])
+        await collector.until(lambda: batch.is_over, batch)
+        assert checked
+        assert threading.current_thread().name not in checked
 
 
 async def test_a_result_without_a_score_that_is_compared_fails_alone() -> None:

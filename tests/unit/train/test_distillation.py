@@ -193,6 +193,25 @@ def test_an_episode_that_is_too_long_for_the_teacher_is_named(tokens: int, words
         distillation().check(outcome)
 
 
+def test_a_sequence_that_is_too_long_for_the_teacher_is_the_last_that_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client could make thousands, each of which takes a second."""
+    rendered: list[Any] = []
+    render = ChatRenderer.render
+
+    def counted(self: ChatRenderer, *args: Any) -> list[int]:
+        rendered.append(args)
+        return render(self, *args)
+
+    monkeypatch.setattr(ChatRenderer, "render", counted)
+    calls = [make_call(None, [5, 6, number], [11], messages=json.dumps(asked("2+2?"))) for number in range(9)]
+    outcome = make_accepted("e", 1.0, calls, metadata={"teacher_context": "4 " * 40})
+    with pytest.raises(ValueError, match="reads 48 tokens"):
+        distillation().check(outcome)
+    assert len(rendered) == 1
+
+
 def test_an_episode_of_another_kind_is_not_read_by_the_teacher() -> None:
     outcome = make_accepted("e", 1.0, [make_call(None, [5, 6], [11])], metadata={"teacher_context": 3})
     assert isinstance(usable(outcome, check_for_teacher=distillation().check), EpisodeFailed)

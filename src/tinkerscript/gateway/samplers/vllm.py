@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -201,6 +201,8 @@ class VllmServer:
                 if chunk.error is not None:
                     self._upstream.refuse(chunk.error.code, data)
                 for choice in chunk.choices:
+                    if not 0 <= choice.index < len(samples):
+                        raise contradiction(f"choice {choice.index} of a request for {len(samples)}")
                     samples[choice.index].take(choice)
                 if all(each.stop_reason for each in samples):
                     return
@@ -356,18 +358,21 @@ def _tokens_of(
         raise contradiction(f"it has no token_ids or no logprobs; {VLLM_REMEDIES['ids']}")
     logprobs = [NOT_FINITE if value is None else value for value in choice.logprobs.token_logprobs]
     check_counts(choice.token_ids, logprobs)
+    check_ids(choice.token_ids)
     likeliest = [_top(entry) for entry in choice.logprobs.top_logprobs or []] if top else []
     return choice.token_ids, logprobs, likeliest
 
 
 def _top(entry: dict[str, float | None] | None) -> dict[int, float]:
     try:
-        return {
+        found = {
             int(token.removeprefix(TOKEN_ID)): NOT_FINITE if value is None else value
             for token, value in (entry or {}).items()
         }
     except ValueError as error:
         raise contradiction(f"top_logprobs has no ids ({error}); {VLLM_REMEDIES['ids']}") from error
+    check_ids(found)
+    return found
 
 
 def _scores(
@@ -409,6 +414,12 @@ def contradiction(message: str) -> GatewayError:
 def check_counts(ids: Sequence[int], logprobs: Sequence[float]) -> None:
     if len(ids) != len(logprobs):
         raise contradiction(f"logprob and token counts differ ({len(logprobs)} and {len(ids)})")
+
+
+def check_ids(ids: Collection[int]) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < 2**31:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise contradiction(f"{wrong} is no token id; {VLLM_REMEDIES['wrong']}")
 
 
 def check_prompt(sent: Sequence[int], used: Sequence[int] | None, count: int | None) -> None:

@@ -262,9 +262,10 @@ class EpisodeRoutes:
         return SuccessResponse(success=True)
 
     async def _check_calls(self, claim: ClaimId, rewards: Mapping[str, float]) -> None:
-        if self._book.get(claim.episode_uuid).state == "ended":
-            return  # A retry, when the calls may be gone.
-        roles = {call.call_id: call.role for call in await self._claims.recorded(*claim)}
+        episode = self._book.get(claim.episode_uuid)
+        if episode.why_lost(claim.attempt):
+            return  # A retry, when the calls may be gone, or `end` says why not.
+        roles = await self._claims.roles_of_calls(episode, claim.attempt)
         for call_id in rewards:
             name = f"workflow_output.call_rewards: {call_id[:ID_CHARS]!r}"
             if call_id not in roles:
