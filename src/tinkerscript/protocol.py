@@ -71,6 +71,7 @@ __all__ = [
     "failure_line",
     "json_object",
     "own_clients",
+    "sendable",
     "total_reward",
     "uuids_of_copies",
 ]
