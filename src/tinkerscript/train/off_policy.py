@@ -74,7 +74,7 @@ class PolicyLags:
         for group_id, accepted in groups:
             kept, has_fresh = list[EpisodeAccepted](), False
             for outcome in accepted:
-                lag = self._lag(outcome.policy_versions or {outcome.policy_version_at_claim}, step)
+                lag = self._lag(outcome.policy_versions, step)
                 found.lags[lag] += 1
                 is_fresh = lag is not None and lag <= self.max
                 has_fresh |= is_fresh

@@ -26,9 +26,9 @@ def sampled(version: int, end: int | None = None, **more: Any) -> Call:
     return make_call(None, [1], [2], policy_version=version, policy_version_end=end, **more)
 
 
-@pytest.mark.parametrize(("sampled_by", "lag"), [([3], 0), ([0, 3], 3), ([3, 1, 2], 2), ([], 1)])
+@pytest.mark.parametrize(("sampled_by", "lag"), [([3], 0), ([0, 3], 3), ([3, 1, 2], 2), ([], 0)])
 def test_the_oldest_weights_of_an_episode_are_its_lag(sampled_by: list[int], lag: int) -> None:
-    """Without a call, it is the version at its claim: 2. Version n has n steps behind it."""
+    """Version n has n steps behind it."""
     lags = PolicyLags(TrainingConfig(), {version: version for version in range(4)}, max_lag=2)
     plain = accepted("plain", *(sampled(version) for version in sampled_by), at_claim=2)
     changed = accepted("changed", *(sampled(version, 3) for version in sampled_by), at_claim=2)
@@ -39,6 +39,14 @@ def test_the_oldest_weights_of_an_episode_are_its_lag(sampled_by: list[int], lag
     assert found.all_stale == (lag > 2)
     assert set(found.stale) == ({"plain", "changed", "judged"} if lag > 2 else set())
     assert [group_id for group_id, _ in found.groups] == ([] if lag > 2 else ["g"])
+
+
+def test_an_episode_without_calls_is_of_no_weights() -> None:
+    """Nothing sampled it, and a resumption may have undone the weights at its claim."""
+    lags = PolicyLags(TrainingConfig(), {0: 0}, max_lag=0)
+    silent = [accepted(uuid, at_claim=1) for uuid in ("one", "two")]
+    found = lags.fresh([("g", silent)], step=1)
+    assert (found.lags, found.stale, found.groups) == ({0: 2}, {}, [("g", silent)])
 
 
 def test_an_episode_that_unknown_weights_finished_is_stale() -> None:
