@@ -45,7 +45,7 @@ def make_accepted(
     uuid: str = "e", reward: float = 1.0, calls: Sequence[Call] = (), **fields: Any
 ) -> EpisodeAccepted:
     """A result as it reaches the trainer."""
-    given: dict[str, Any] = {"attempt": 1, "client_uuid": "w", "policy_version_at_claim": 0, **fields}
+    given: dict[str, Any] = {"attempt": 1, "client_uuid": "w", **fields}
     return EpisodeAccepted(episode_uuid=uuid, reward=reward, all_calls=list(calls), **given)
 
 

@@ -59,7 +59,7 @@ async def test_every_token_of_a_run_with_many_turns_and_tools_is_what_was_sample
     assert summary["alignment"][0].startswith("clean: every sequence")
 
     # And without the report: the first weights score what they sampled.
-    assert 0 < await worst_gap(model, [e for e in accepted if e.policy_version_at_claim == 0]) <= 1e-4
+    assert 0 < await worst_gap(model, [e for e in accepted if e.policy_versions == {0}]) <= 1e-4
 
 
 async def worst_gap(model: Path, episodes: list[EpisodeAccepted]) -> float:

@@ -69,30 +69,18 @@ def recorded_groups(run_dir: Path, *, trains_constrained: bool = False) -> Itera
             dictionaries = Dictionaries(lambda: (content for _, content in run.execute(facts).fetchall()))
             for (group_id,) in run.execute(_GROUPS).fetchall():
                 members = run.execute(_MEMBERS, (group_id, Use.SET_ASIDE)).fetchall()
-                episodes = tuple(
-                    _checked_episode(run, dictionaries, group_id, _Member(*each), trains_constrained)
-                    for each in members
-                )
+                episodes = list[EpisodeRollouts]()
+                for member in (_Member(*each) for each in members):
+                    try:
+                        episodes.append(_episode(run, dictionaries, group_id, member, trains_constrained))
+                    except Exception as error:  # A ledger from elsewhere may hold anything.
+                        raise ConfigError(
+                            f"{path}: episode {member.uuid!r} cannot be read ({error!r}); use another run"
+                        ) from error
                 if episodes:
-                    yield RolloutGroup(group_id, episodes)
+                    yield RolloutGroup(group_id, tuple(episodes))
     except sqlite3.Error as error:
         raise ConfigError(f"{path} cannot be read: {error}; give the folder of a whole run") from error
-
-
-def _checked_episode(
-    run: sqlite3.Connection,
-    dictionaries: Dictionaries,
-    group_id: str,
-    member: _Member,
-    trains_constrained: bool,
-) -> EpisodeRollouts:
-    try:
-        return _episode(run, dictionaries, group_id, member, trains_constrained)
-    except Exception as error:  # A ledger from elsewhere may hold anything.
-        raise ConfigError(
-            f"the ledger has something else than an episode as {member.uuid!r}: {type(error).__name__}: "
-            f"{error}; use another run"
-        ) from error
 
 
 def _episode(

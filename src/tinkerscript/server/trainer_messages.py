@@ -485,7 +485,6 @@ def outcome_of(episode: EpisodeRecord, calls: Sequence[Call] = (), *, result: by
         client_uuid=episode.client_uuid,
         reward=episode.reward,
         all_calls=list(calls),
-        policy_version_at_claim=episode.policy_version,
         role_rewards=output.role_rewards,
         call_rewards=output.call_rewards,
         metadata=output.metadata,

@@ -233,7 +233,6 @@ class EpisodeAccepted(_Ended, frozen=True, kw_only=True, omit_defaults=True):
     attempt: int
     client_uuid: str
     reward: float
-    policy_version_at_claim: int
     all_calls: list[Call] = msgspec.field(name="calls")  # All roles' calls, in recorded order.
     role_rewards: dict[str, float] = {}
     call_rewards: dict[str, float] = {}

@@ -202,10 +202,13 @@ def test_no_tokenizer_is_fetched_from_a_url_that_a_run_names(
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("UPDATE calls SET call = x'00ff' WHERE episode = 2", "than an episode as 'b': .*array"),
-        ("UPDATE calls SET call = x'28B52FFD00FF' WHERE episode = 2", "than an episode as 'b'"),
-        ("UPDATE episodes SET reward = 9e999 WHERE uuid = 'b'", "as 'b': ValueError: .*a finite number"),
-        ("UPDATE results SET result = '[1]' WHERE episode = 2", "as 'b': .*ValidationError"),
+        ("UPDATE calls SET call = x'00ff' WHERE episode = 2", "episode 'b' cannot be read .*array"),
+        ("UPDATE calls SET call = x'28B52FFD00FF' WHERE episode = 2", "episode 'b' cannot be read"),
+        (
+            "UPDATE episodes SET reward = 9e999 WHERE uuid = 'b'",
+            "'b' cannot be read .ValueError.*a finite number",
+        ),
+        ("UPDATE results SET result = '[1]' WHERE episode = 2", "'b' cannot be read .ValidationError"),
         ("DROP TABLE results", "cannot be read: no such table"),
     ],
 )

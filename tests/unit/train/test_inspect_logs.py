@@ -51,7 +51,7 @@ METADATA: dict[str, Any] = {
 
 
 def an_episode(uuid: str, reward: float, calls: list[Call], **more: Any) -> EpisodeAccepted:
-    return make_accepted(uuid, reward, calls, policy_version_at_claim=3, group_id="g", **more)
+    return make_accepted(uuid, reward, calls, group_id="g", **more)
 
 
 async def written(

@@ -140,7 +140,7 @@ class Answering(KeptRows, EpisodeSource):
         number = len(self.all) + 1
         values = {"policy_version": version, "logprobs": [-0.5] * 2, "seed": number, **call_values}
         call = make_call(None, [5, 6], [7, 8], **values)
-        more: dict[str, Any] = {"policy_version_at_claim": version, "sequence": number, "number": number}
+        more: dict[str, Any] = {"sequence": number, "number": number}
         more["episode_type"] = "eval" if group_id.startswith("eval-") else "train"
         self.all.append(make_accepted(uuid, reward, [call], group_id=group_id, **more))
         self.ended.put_nowait(self.all[-1])

@@ -18,8 +18,8 @@ from tinkerscript.train.off_policy import PolicyLags, ReplayBuffer
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 
-def accepted(uuid: str, *calls: Call, at_claim: int = 0) -> EpisodeAccepted:
-    return make_accepted(uuid, 1.0, calls, policy_version_at_claim=at_claim)
+def accepted(uuid: str, *calls: Call) -> EpisodeAccepted:
+    return make_accepted(uuid, 1.0, calls)
 
 
 def sampled(version: int, end: int | None = None, **more: Any) -> Call:
@@ -28,25 +28,17 @@ def sampled(version: int, end: int | None = None, **more: Any) -> Call:
 
 @pytest.mark.parametrize(("sampled_by", "lag"), [([3], 0), ([0, 3], 3), ([3, 1, 2], 2), ([], 0)])
 def test_the_oldest_weights_of_an_episode_are_its_lag(sampled_by: list[int], lag: int) -> None:
-    """Version n has n steps behind it."""
+    """Without a call, nothing sampled it. Version n has n steps behind it."""
     lags = PolicyLags(TrainingConfig(), {version: version for version in range(4)}, max_lag=2)
-    plain = accepted("plain", *(sampled(version) for version in sampled_by), at_claim=2)
-    changed = accepted("changed", *(sampled(version, 3) for version in sampled_by), at_claim=2)
+    plain = accepted("plain", *(sampled(version) for version in sampled_by))
+    changed = accepted("changed", *(sampled(version, 3) for version in sampled_by))
     judge = sampled(FOREIGN_POLICY, role="judge")
-    judged = accepted("judged", *(sampled(version) for version in sampled_by), judge, at_claim=2)
+    judged = accepted("judged", *(sampled(version) for version in sampled_by), judge)
     found = lags.fresh([("g", [plain, changed, judged])], step=3)
     assert found.lags == {lag: 3}
     assert found.all_stale == (lag > 2)
     assert set(found.stale) == ({"plain", "changed", "judged"} if lag > 2 else set())
     assert [group_id for group_id, _ in found.groups] == ([] if lag > 2 else ["g"])
-
-
-def test_an_episode_without_calls_is_of_no_weights() -> None:
-    """Nothing sampled it, and a resumption may have undone the weights at its claim."""
-    lags = PolicyLags(TrainingConfig(), {0: 0}, max_lag=0)
-    silent = [accepted(uuid, at_claim=1) for uuid in ("one", "two")]
-    found = lags.fresh([("g", silent)], step=1)
-    assert (found.lags, found.stale, found.groups) == ({0: 2}, {}, [("g", silent)])
 
 
 def test_an_episode_that_unknown_weights_finished_is_stale() -> None:

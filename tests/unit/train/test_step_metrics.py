@@ -30,7 +30,7 @@ def best(facts):
 
 
 def accepted(uuid: str, reward: float, **fields: object) -> EpisodeAccepted:
-    return make_accepted(uuid, reward, policy_version_at_claim=3, **fields)
+    return make_accepted(uuid, reward, **fields)
 
 
 def facts() -> StepFacts:

@@ -169,7 +169,6 @@ async def test_the_seeds_of_a_result_that_is_kept_are_not_given_out_again(
                         attempt=1,
                         client_uuid="c",
                         reward=0,
-                        policy_version_at_claim=0,
                         all_calls=list(taken),
                     )
                 )

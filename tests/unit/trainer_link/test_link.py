@@ -176,7 +176,6 @@ async def test_an_episode_goes_there_and_back(address: str, tmp_path: Path) -> N
         outcome = outcomes["e"]
         assert isinstance(outcome, EpisodeAccepted)
         assert (outcome.episode_type, outcome.reward, outcome.attempt) == ("eval", 0.5, 1)
-        assert outcome.policy_version_at_claim == 3
         await link.commit(consumed(outcomes, step=0))
         (stored,) = (await read_episodes(server.ledger)).present
         assert stored.status == "accepted"
