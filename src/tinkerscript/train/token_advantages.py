@@ -336,8 +336,8 @@ CORRECTIONS: Mapping[str, tuple[Literal["token", "product", "mean"], Callable[[D
     "geometric_mask": ("mean", _inside),
     "veto": ("token", _all_inside),
 }
-"""Part of `RolloutCorrectionConfig` -> its `Ratios`, and a function of them and its value that gives each
-token's factor (docs/training.md#a-sampler-that-is-not-the-trainer).
+"""Each part of `RolloutCorrectionConfig` has its `Ratios`, and a function that turns them and its value into
+each token's factor (docs/training.md#a-sampler-that-is-not-the-trainer).
 """
 
 
