@@ -146,7 +146,7 @@ real: $(VENV)/.installed  ## Train a published model, SmolLM2-135M, on sums with
 	$(BIN)/tinkerscript train examples/smollm2/sums.yaml
 
 test: $(VENV)/.installed  ## Unit and integration tests (4 min)
-	$(BIN)/$(PYTEST) -n 4 --dist loadgroup tests/integration tests/unit
+	$(BIN)/$(PYTEST) -n 3 --dist loadgroup tests/integration tests/unit
 
 check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms (2 min)
 	$(BIN)/ruff check .
@@ -157,16 +157,15 @@ check: $(VENV)/.installed  ## Lint, formatting, types, import cycles, homonyms (
 # With LONG=1, also every id of four whole vocabularies, and each bench in small.
 acceptance: runs evals clients $(if $(LONG),wire,newest-bridge peers)  ## Whole runs, the command line, a published model, clients, evals, a browser (Chromium); LONG=1 for more
 runs: $(VENV)/.acceptance $(OLDEST)/.installed $(COOKBOOK)/.installed
-	CONVERSATIONS=2000 $(BIN)/$(PYTEST) \
+	$(BIN)/$(PYTEST) \
 		-n $(if $(LONG),2,4) --dist loadgroup --no-loadscope-reorder $(MARKED) \
-		tests/acceptance tests/faults tests/published tests/runs tests/sdk \
-		tests/unit/gateway/test_gateway_conversations.py tests/unit/train/test_metric_loggers.py
+		tests/acceptance tests/faults tests/published tests/runs tests/sdk tests/unit/train/test_metric_loggers.py
 evals: $(EVALS)/.installed
 	PYTHONPATH=$(CURDIR)/$(EVALS) $(BIN)/$(PYTEST) $(MARKED) tests/evals
 wire: $(COOKBOOK)/.installed
 	PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -m long tests/acceptance/test_tinker_wire.py
 newest-bridge: $(COOKBOOK)/.installed
-	PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -n 3 tests/unit/bridge
+	PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) $$(grep -l tinker_cookbook tests/unit/bridge/test_*.py)
 peers: $(TESTS)/.installed $(RECIPES)/.installed
 	PYTHONPATH=$(CURDIR)/$(RECIPES) $(TESTS)/bin/$(PYTEST) tests/peers
 clients: $(TESTS)/.installed chromium
@@ -174,12 +173,13 @@ clients: $(TESTS)/.installed chromium
 
 chaos: $(VENV)/.installed postgres  ## Kill every process in every state, attack the server (PostgreSQL; 15 min; SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/$(PYTEST) -s tests/chaos
+	CONVERSATIONS=2000 $(BIN)/$(PYTEST) tests/unit/gateway/test_gateway_conversations.py
 	BRIDGE_STORM=500 $(BIN)/$(PYTEST) tests/unit/bridge/test_bridge_leaks.py
 	$(BIN)/$(PYTEST) --hypothesis-profile=chaos tests/unit/server/test_episodes.py tests/integration/test_api_machine.py
 
 vllm: $(VLLM)/.installed  ## Replicas of vLLM (CPU build), and what may go wrong with them; LONG=1 trains the demo through two
 	$(VLLM)/bin/$(PYTEST) tests/vllm/test_registry.py
-	$(BIN)/$(PYTEST) -n 2 --dist loadfile $(MARKED) --ignore tests/vllm/test_registry.py tests/vllm
+	$(BIN)/$(PYTEST) $(if $(LONG),-n 2 --dist loadfile) $(MARKED) --ignore tests/vllm/test_registry.py tests/vllm
 
 agents: $(VENV)/.installed $(AGENTS)/.installed bubblewrap  ## Claude Code, Codex, mini-swe-agent, opencode (npm, bubblewrap); LONG=1 plays each twenty times at once
 	$(BIN)/$(PYTEST) $(MARKED) tests/agents
@@ -188,7 +188,7 @@ docker: $(VENV)/.installed bubblewrap  ## Inspect tasks in containers, and what 
 	$(BIN)/$(PYTEST) tests/docker
 
 cluster: $(TESTS)/.installed postgres nginx $(if $(LONG),$(VLLM)/.installed)  ## Ray, PostgreSQL, fail-over, the examples for Slurm, Kubernetes, systemd, nginx; LONG=1 for rolling restarts and vLLM on Ray
-	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 CHAOS_CLAIM_S=20 \
+	CHAOS_EPISODES=60 CHAOS_WORKERS=3 CHAOS_KILLS=1 CHAOS_CLAIM_S=20 \
 		$(TESTS)/bin/$(PYTEST) -n $(if $(LONG),1,3) --dist worksteal $(MARKED) \
 		$(if $(LONG),,tests/chaos/test_failover_kills.py) tests/cluster
 

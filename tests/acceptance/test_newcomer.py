@@ -107,6 +107,7 @@ def test_any_chat_model_of_the_hub_trains(shell: Shell) -> None:
     assert (code, "'acme/other' is neither a folder nor completely in the cache" in text) == (2, True), text
 
 
+@pytest.mark.long
 def test_bare_machines_run_the_episodes_of_a_server(shell: Shell, installation: Installation) -> None:
     """A rollout machine, installed as the README says, runs the README's agent and has no extra; one for
     Inspect tasks and the server's machine need only their own."""

@@ -33,9 +33,8 @@ def explained(result: EpisodeAccepted) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("agent", "at_once"),
     [
-        (LIGHT, MANY),
-        *((agent, FEW) for agent in MENDING if agent != LIGHT),
-        *(pytest.param(agent, MANY, marks=pytest.mark.long) for agent in MENDING if agent != LIGHT),
+        *((agent, FEW) for agent in MENDING),
+        *(pytest.param(agent, MANY, marks=pytest.mark.long) for agent in MENDING),
     ],
 )
 @pytest.mark.asyncio(loop_scope="session")

@@ -63,6 +63,7 @@ def config_of(port: int) -> dict[str, Any]:
     return {**config, "experiment_dir": "/runs/gsm8k"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_trainer_that_starts_again_goes_on_with_the_run(tmp_path: Path) -> None:
     """It is killed in the middle of a step; the server and the workers stay."""

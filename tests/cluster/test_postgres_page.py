@@ -116,7 +116,7 @@ class Answers:
     def __init__(self, run: Path, ledger: LedgerReader) -> None:
         """`run`: with the ledger in SQLite, for the names of what is there."""
         self._ledger = ledger
-        self._episodes = [uuid for (uuid,) in ask(run, "SELECT uuid FROM episodes ORDER BY sequence")]
+        self._episodes = [uuid for (uuid,) in ask(run, "SELECT uuid FROM episodes ORDER BY sequence")][::3]
         self._samples = [digest.hex() for (digest,) in ask(run, "SELECT digest FROM samples ORDER BY 1")]
 
     def all(self) -> dict[str, Any]:

@@ -114,9 +114,8 @@ STAND_IN = {
 WITHOUT_REPLICAS = (*ALONE, "inference.backend=trainer", "inference.launch={}")
 
 
-@pytest.mark.parametrize(
-    "vllm", [pytest.param(STAND_IN, id="stand-in"), pytest.param({}, id="real", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("vllm", [pytest.param(STAND_IN, id="stand-in"), pytest.param({}, id="real")])
 def test_a_replica_whose_node_goes_starts_on_another_one(
     cluster: VirtualCluster, tmp_path: Path, vllm: dict[str, str]
 ) -> None:
@@ -170,6 +169,7 @@ def test_a_worker_that_cannot_start_shows_its_reason(tmp_path: Path) -> None:
     assert not left_of(tmp_path, "", within_s=60), "the run's own Ray ends with it"
 
 
+@pytest.mark.long
 def test_a_run_whose_head_dies_ends_and_can_be_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

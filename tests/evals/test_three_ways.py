@@ -233,9 +233,9 @@ async def by_bridge(info: InspectTaskInfo, renderer: Any) -> tuple[list[list[dic
 
 
 def selected() -> Iterator[Any]:
-    """Each third task, and the others with the mark `long`."""
+    """Each fifth task, and the others with the mark `long`."""
     for number, name in enumerate(NAMES):
-        yield pytest.param(name, marks=[pytest.mark.long] if number % 3 else [])
+        yield pytest.param(name, marks=[pytest.mark.long] if number % 5 else [])
 
 
 @pytest.mark.parametrize("name", selected())

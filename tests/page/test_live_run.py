@@ -16,8 +16,8 @@ from command_line import start, start_training
 
 @pytest.mark.timeout(300)
 def test_a_live_run_from_empty_to_finished(tab: Tab, tmp_path: Path) -> None:
-    steps = 14
-    train = start_training(tmp_path, **{"training.steps": steps, "evaluation.every_steps": 5})
+    steps = 8
+    train = start_training(tmp_path, **{"training.steps": steps, "evaluation.every_steps": 3})
     url = url_of(train)
     page = tab.page
     page.goto(url)
@@ -25,7 +25,7 @@ def test_a_live_run_from_empty_to_finished(tab: Tab, tmp_path: Path) -> None:
     expect(page.get_by_text("running").first).to_be_visible()
     # Without reloading, the page goes on with the run.
     page.evaluate("window.sameDocument = true")
-    expect(page.get_by_text(re.compile(rf"^[2-9] of {steps} steps"))).to_be_visible(timeout=60_000)
+    expect(page.get_by_text(re.compile(rf"^[1-5] of {steps} steps"))).to_be_visible(timeout=60_000)
     expect(page.locator("tbody a.mono").first).to_be_visible()
     own = next(child for child in train.family() if "view" in child.cmdline())
     os.kill(own.pid, signal.SIGKILL)
@@ -41,7 +41,7 @@ def test_a_live_run_from_empty_to_finished(tab: Tab, tmp_path: Path) -> None:
     waited = re.compile("^It waited in the queue for [0-9.]+ s until .+ claimed it")
     expect(page.get_by_text(waited)).to_be_visible()
     page.get_by_role("link", name="Run", exact=True).click()
-    expect(page.get_by_text(re.compile(rf"^1[0-4] of {steps} steps"))).to_be_visible(timeout=90_000)
+    expect(page.get_by_text(re.compile(rf"^[78] of {steps} steps"))).to_be_visible(timeout=90_000)
     assert page.evaluate("window.sameDocument") is True
     assert train.wait() == 0, train.text()
     last = [line for line in train.text().splitlines() if "tinkerscript view" in line][-1]

@@ -20,7 +20,7 @@ PROMPT = [1, 9690, 198, 2683, 359, 253, 5356, 5646]
     [
         pytest.param("float32", 1e-4, LoraSettings(16), id="float32, LoRA"),
         pytest.param("bfloat16", 0.15, LoraSettings(16), id="bfloat16, LoRA"),
-        pytest.param("bfloat16", 0.15, None, id="bfloat16, all weights"),
+        pytest.param("bfloat16", 0.15, None, id="bfloat16, all weights", marks=pytest.mark.long),
     ],
 )
 def test_it_loads_beside_a_frozen_role_samples_and_trains_a_step(

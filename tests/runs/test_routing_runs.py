@@ -59,7 +59,7 @@ async def trained(folder: Path, model: Path, *, replays: bool, **engine: Any) ->
     return json.loads((folder / "alignment.json").read_text())
 
 
-@pytest.mark.parametrize("lora", [{}, {"rank": 4}])
+@pytest.mark.parametrize("lora", [pytest.param({}, marks=pytest.mark.long), {"rank": 4}])
 async def test_the_gap_falls_at_least_tenfold(mixture: Path, tmp_path: Path, lora: dict[str, Any]) -> None:
     own, replayed = [
         await trained(tmp_path / str(replays), mixture, replays=replays, lora=lora)

@@ -19,7 +19,7 @@ import pytest
 from tinkerscript.model_folder import TINY_MODEL
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, AnswersInJson, Wire, wire_server
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("sdk"), SDK_LEAVES_SOCKETS]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400), pytest.mark.xdist_group("sdk"), SDK_LEAVES_SOCKETS]
 
 ROOT = Path(__file__).parents[2]
 OLDEST = ROOT / ".venv" / "oldest-sdk" / "site-packages"

@@ -61,11 +61,13 @@ class TaskSamples:
         ]
         self._eval = [
             _samples(
-                usable_task(given.name, given.eval_args, setting="task.eval_args"),
+                task
+                if given.eval_args == given.train_args
+                else usable_task(given.name, given.eval_args, setting="task.eval_args"),
                 given.eval_args,
                 held_out=True,
             )
-            for given in tasks
+            for task, given in zip(loaded, tasks, strict=True)
         ]
         self._schedule = _WeightedSchedule([task.weight for task in tasks])
         self.next_position = 0

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 from inspect_ai.dataset import Sample
@@ -63,6 +64,10 @@ class InspectTask(Task):
         return self.options.sandbox.sandbox_type if self.options.sandbox else self.info.sandbox_type
 
     def samples(self, *, held_out: bool) -> list[dict[str, Any]]:
+        return self._summaries
+
+    @cached_property
+    def _summaries(self) -> list[dict[str, Any]]:
         return [sample_summary(sample) for sample in self.info.samples]
 
     def own_sample(self, sample_id: str, *, held_out: bool) -> TaskSample | None:

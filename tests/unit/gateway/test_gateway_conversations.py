@@ -1,6 +1,6 @@
 """Random conversations over a random, non-canonical sampler: what trains is exactly the sampler's log.
 
-`CONVERSATIONS=2000` runs as many as `make acceptance` does, `CONVERSATIONS_SEED` others.
+`CONVERSATIONS=2000` runs as many as `make chaos` does, `CONVERSATIONS_SEED` others.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import random
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from conversation_world import World
 from conversations import FEATURES, Program
 from tinkerscript.gateway.conversation import tree
@@ -19,20 +17,15 @@ from tinkerscript.rollouts.call import unpack_ids
 
 TINY = Path(__file__).parents[3] / "src" / "tinkerscript" / "engine" / "tiny"
 CONVERSATIONS = int(os.environ.get("CONVERSATIONS", "300"))
-PARTS = 2 if CONVERSATIONS >= 1000 else 1
-"""Number of tests to split them into, so that two processes share the work."""
-
 SEED = int(os.environ.get("CONVERSATIONS_SEED", "1"))
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-async def test_rollouts_hold_the_sampled_tokens_once_each_under_their_own_prefixes(part: int) -> None:
+async def test_rollouts_hold_the_sampled_tokens_once_each_under_their_own_prefixes() -> None:
     world = World(TINY, random.Random(SEED))
     features: Counter[str] = Counter()
     causes: Counter[str | None] = Counter()
     sampled = retokenised = 0
-    numbers = range(part, CONVERSATIONS, PARTS)
-    for number in numbers:
+    for number in range(CONVERSATIONS):
         program = Program(world, random.Random(f"{SEED} {number}"))
         await program.run()
         features.update(program.features)
@@ -45,8 +38,8 @@ async def test_rollouts_hold_the_sampled_tokens_once_each_under_their_own_prefix
         world.book.drop(program.key)
         for gateway in world.gateways:
             gateway.forget(program.key, 1)
-    shares = {name: features[name] / len(numbers) for name in FEATURES}
-    print(f"{len(numbers)} conversations, {sampled} samples, {retokenised / sampled:.0%} non-canonical")
+    shares = {name: features[name] / CONVERSATIONS for name in FEATURES}
+    print(f"{CONVERSATIONS} conversations, {sampled} samples, {retokenised / sampled:.0%} non-canonical")
     print({name: f"{share:.0%}" for name, share in shares.items()}, dict(causes))
     assert min(shares.values()) >= 0.15, shares
     assert retokenised / sampled > 0.5
