@@ -343,10 +343,13 @@ async def test_requests_at_once_are_bounded(distribution: Distribution, byte_mod
         assert fake.most_in_flight == 3
         fake.faults = Faults(hang=True)
         upstream = Upstream(url, max_in_flight=1, timeout_s=0.2)
-        calls = [VllmServer(upstream).sample(asked, "served") for _ in range(2)]
-        errors = await asyncio.gather(*calls, return_exceptions=True)
+        with pytest.raises(GatewayError, match="did not answer") as hanging:
+            await VllmServer(upstream).sample(asked, "served")
+        async with upstream.slot():
+            with pytest.raises(GatewayError, match=r"1 requests open for 0\.2 s; retry") as waiting:
+                await VllmServer(upstream).sample(asked, "served")
         await upstream.aclose()
-    assert sorted(error.status for error in errors if isinstance(error, GatewayError)) == [503, 504]
+    assert (hanging.value.status, waiting.value.status) == (504, 503)
 
 
 async def test_what_is_not_finite_is_an_error_of_the_alignment_report(
