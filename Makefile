@@ -165,7 +165,7 @@ evals: $(EVALS)/.installed
 wire: $(COOKBOOK)/.installed
 	PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) -m long tests/acceptance/test_tinker_wire.py
 newest-bridge: $(COOKBOOK)/.installed
-	PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) $$(grep -l tinker_cookbook tests/unit/bridge/test_*.py)
+	PYTHONPATH=$(CURDIR)/$(COOKBOOK) $(BIN)/$(PYTEST) $(foreach part,api env equivalence rendering rewards,tests/unit/bridge/test_bridge_$(part).py)
 peers: $(TESTS)/.installed $(RECIPES)/.installed
 	PYTHONPATH=$(CURDIR)/$(RECIPES) $(TESTS)/bin/$(PYTEST) tests/peers
 clients: $(TESTS)/.installed chromium
@@ -179,7 +179,7 @@ chaos: $(VENV)/.installed postgres  ## Kill every process in every state, attack
 
 vllm: $(VLLM)/.installed  ## Replicas of vLLM (CPU build), and what may go wrong with them; LONG=1 trains the demo through two
 	$(VLLM)/bin/$(PYTEST) tests/vllm/test_registry.py
-	$(BIN)/$(PYTEST) $(if $(LONG),-n 2 --dist loadfile) $(MARKED) --ignore tests/vllm/test_registry.py tests/vllm
+	$(BIN)/$(PYTEST) -n 2 --dist loadfile $(MARKED) --ignore tests/vllm/test_registry.py tests/vllm
 
 agents: $(VENV)/.installed $(AGENTS)/.installed bubblewrap  ## Claude Code, Codex, mini-swe-agent, opencode (npm, bubblewrap); LONG=1 plays each twenty times at once
 	$(BIN)/$(PYTEST) $(MARKED) tests/agents

@@ -64,8 +64,8 @@ def main() -> None:
     found: dict[str, list[Run]] = {}
     for recipe in (BASE, *options.recipes):
         chosen = [*SETTINGS, *options.settings, *NEEDED.get(recipe, ())]
-        if recipe != BASE:  # With its keys too: those that the config has would win.
-            keys = {"recipe": recipe, **RECIPES[recipe].keys}
+        if recipe != BASE:  # With its keys too, and without the demo's clipping: the config's would win.
+            keys = {"recipe": recipe, "clip_low": None, "clip_high": None, **RECIPES[recipe].keys}
             chosen += [f"training.{key}={json.dumps(value)}" for key, value in keys.items()]
         for seed in options.seeds:
             folder = options.runs.absolute() / f"{recipe}-{seed}"

@@ -16,7 +16,7 @@ from tinkerscript.gateway.conversation import tree
 from tinkerscript.rollouts.call import unpack_ids
 
 TINY = Path(__file__).parents[3] / "src" / "tinkerscript" / "engine" / "tiny"
-CONVERSATIONS = int(os.environ.get("CONVERSATIONS", "300"))
+CONVERSATIONS = int(os.environ.get("CONVERSATIONS", "150"))
 SEED = int(os.environ.get("CONVERSATIONS_SEED", "1"))
 
 
