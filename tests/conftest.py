@@ -33,10 +33,6 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_sessionfinish() -> None:
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def unpatched_asyncio() -> Iterator[None]:
     """Inspect replaces asyncio.run for good when a log is read or written inside of a running loop."""

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,9 +75,16 @@ ALLOWED = {
 }
 """Room -> the other rooms of this repository that it may import."""
 
-MODULES = source_tree.read_modules(SRC)
-GRAPH = source_tree.import_graph(MODULES)
-"""Module -> the modules of this repository that it imports, wherever in the file."""
+
+@cache
+def modules() -> source_tree.Modules:
+    return source_tree.read_modules(SRC)
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    """Module -> the modules of this repository that it imports, wherever in the file."""
+    return source_tree.import_graph(modules())
 
 
 def room_of(module: str) -> str:
@@ -85,15 +93,15 @@ def room_of(module: str) -> str:
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:
-    for module, imported in GRAPH.items():
+    for module, imported in graph().items():
         room = room_of(module)
         rooms = {room_of(name) for name in imported} - {room, "__init__"}
         assert rooms <= {*ALLOWED[room].split()}, f"{module} imports {rooms - {*ALLOWED[room].split()}}"
-    assert {room_of(module) for module in GRAPH} == set(ALLOWED)
+    assert {room_of(module) for module in graph()} == set(ALLOWED)
 
 
 def test_there_are_no_import_cycles() -> None:
-    assert source_tree.cycles(GRAPH) == []
+    assert source_tree.cycles(graph()) == []
 
 
 @pytest.mark.parametrize(
@@ -102,13 +110,13 @@ def test_there_are_no_import_cycles() -> None:
 )
 def test_light_packages_load_nothing_heavy(package: str) -> None:
     packages = (package, "tinkerscript.gateway") if package == "tinkerscript.server" else (package,)
-    modules = [
-        name for name in GRAPH if any(name == each or name.startswith(f"{each}.") for each in packages)
+    chosen = [
+        name for name in graph() if any(name == each or name.startswith(f"{each}.") for each in packages)
     ]
     if package == "tinkerscript.workers":
-        modules = ["tinkerscript.workers.worker"]  # its Inspect module is for those who have Inspect
-    modules = [name for name in modules if not name.endswith("__main__")]
-    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+        chosen = ["tinkerscript.workers.worker"]  # its Inspect module is for those who have Inspect
+    chosen = [name for name in chosen if not name.endswith("__main__")]
+    code = f"import sys, {', '.join(chosen)}; print(*sys.modules)"
     loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
     heavy = {"torch", "transformers", "inspect_ai", "tinker", "tinker_cookbook"} & loaded
     assert not heavy, f"{package} loads {sorted(heavy)}"
@@ -131,7 +139,7 @@ WHEN_USED = {"inspect_ai", "inspect_tinker_bridge", "matplotlib", "peft"}
 
 def imported_at_once(module: str) -> Iterator[str]:
     """Yield what importing `module` imports. Functions and what is for type checking do not count."""
-    left: list[ast.AST] = [MODULES[module].tree]
+    left: list[ast.AST] = [modules()[module].tree]
     while left:
         node = left.pop()
         if isinstance(node, ast.Import):
@@ -157,5 +165,5 @@ def test_a_trainer_imports_what_only_some_need_when_it_is_used() -> None:
         # Importing `a.b.c` imports `a.b` too.
         parts = (name.split(".") for name in names)
         found = {".".join(each[:length]) for each in parts for length in range(1, len(each) + 1)}
-        left += (found & MODULES.keys()) - seen
+        left += (found & modules().keys()) - seen
     assert "tinkerscript.train.step_log" in seen
