@@ -188,7 +188,7 @@ docker: $(VENV)/.installed bubblewrap  ## Inspect tasks in containers, and what 
 	$(BIN)/$(PYTEST) tests/docker
 
 cluster: $(TESTS)/.installed postgres nginx $(if $(LONG),$(VLLM)/.installed)  ## Ray, PostgreSQL, fail-over, the examples for Slurm, Kubernetes, systemd, nginx; LONG=1 for rolling restarts and vLLM on Ray
-	CHAOS_EPISODES=60 CHAOS_WORKERS=3 CHAOS_KILLS=1 CHAOS_CLAIM_S=20 \
+	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 CHAOS_CLAIM_S=20 \
 		$(TESTS)/bin/$(PYTEST) -n $(if $(LONG),1,3) --dist worksteal $(MARKED) \
 		$(if $(LONG),,tests/chaos/test_failover_kills.py) tests/cluster
 

@@ -30,7 +30,7 @@ SETTINGS = [
     *("training.steps=10", "evaluation.episodes=400", "evaluation.every_steps=2"),
     *("evaluation.interim_episodes=400", "page_port=off", "recording=off"),
 ]
-NEEDED = {"gdpo": ["training.reward_weights={accuracy: 1.0}"]}
+NEEDED = {"gdpo": ["training.reward_weights={exact: 1.0}"]}
 """Settings that a recipe needs from its user."""
 
 
