@@ -171,7 +171,7 @@ peers: $(TESTS)/.installed $(RECIPES)/.installed
 clients: $(TESTS)/.installed chromium
 	$(TESTS)/bin/$(PYTEST) -n 3 --dist loadfile $(MARKED) tests/clients tests/integration/test_gateway_anthropic_sdk.py tests/page
 
-chaos: $(VENV)/.installed postgres  ## Kill every process in every state, attack the server (PostgreSQL; 15 min; SEED=7)
+chaos: $(VENV)/.installed postgres  ## Kill every process in every state, attack the server (PostgreSQL; 25 min; SEED=7)
 	CHAOS_SEED=$(or $(SEED),1) $(BIN)/$(PYTEST) -s tests/chaos
 	CONVERSATIONS=2000 $(BIN)/$(PYTEST) tests/unit/gateway/test_gateway_conversations.py
 	BRIDGE_STORM=500 $(BIN)/$(PYTEST) tests/unit/bridge/test_bridge_leaks.py

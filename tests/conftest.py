@@ -34,7 +34,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Collect what only imported objects hold, once: pytest then collects ten times."""
+    """Find what imported objects keep alive, once: pytest collects ten times after this."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
