@@ -1,10 +1,11 @@
-"""Train the demo with each recipe and seed, and print the area under each held-out curve.
+"""Train the demo, or another config, with each recipe and seed, and print the area under each held-out curve.
 
     python bench/recipes.py [--recipes grpo dapo ...] [--seeds 1 2 3] [--set KEY=VALUE ...] [--runs FOLDER]
+        [--config FILE] [--scorer NAME] [--at-once 8]
 
 Each pair is a run of `tinkerscript train` in FOLDER/RECIPE-SEED, with ten steps and an evaluation after every
 second one. A run that is there already is read, and one that was interrupted goes on. `none` is the config as
-it is, without a recipe: the others are compared with it, seed by seed.
+it is, without a recipe: the others are compared with it, seed by seed. `--at-once` runs share a GPU.
 
 The area is the mean of the held-out score over the steps, with straight lines between evaluations. The
 intervals are of 95%, by Student's t over the seeds.
@@ -17,6 +18,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from curves import ROOT, Run, area, read, train
@@ -30,8 +32,16 @@ SETTINGS = [
     *("training.steps=10", "evaluation.episodes=400", "evaluation.every_steps=2"),
     *("evaluation.interim_episodes=400", "page_port=off", "recording=off"),
 ]
-NEEDED = {"gdpo": ["training.reward_weights={exact: 1.0}"]}
-"""Settings that a recipe needs from its user."""
+
+
+def settings_of(recipe: str, scorer: str) -> list[str]:
+    """The recipe's own keys too, without the demo's clipping: the config's would win."""
+    if recipe == BASE:
+        return []
+    keys = {"recipe": recipe, "clip_low": None, "clip_high": None, **RECIPES[recipe].keys}
+    if recipe == "gdpo":
+        keys["reward_weights"] = {scorer: 1.0}
+    return [f"training.{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
 def interval(values: Sequence[float]) -> str:
@@ -60,17 +70,22 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--config", type=Path, default=ROOT / "examples" / "arithmetic.yaml")
     parser.add_argument("--runs", type=Path, default=Path("recipes"))
+    parser.add_argument("--scorer", default="exact", help="of the task, for gdpo")
+    parser.add_argument("--at-once", type=int, default=1, help="runs")
     options = parser.parse_args()
-    found: dict[str, list[Run]] = {}
-    for recipe in (BASE, *options.recipes):
-        chosen = [*SETTINGS, *options.settings, *NEEDED.get(recipe, ())]
-        if recipe != BASE:  # With its keys too, and without the demo's clipping: the config's would win.
-            keys = {"recipe": recipe, "clip_low": None, "clip_high": None, **RECIPES[recipe].keys}
-            chosen += [f"training.{key}={json.dumps(value)}" for key, value in keys.items()]
-        for seed in options.seeds:
-            folder = options.runs.absolute() / f"{recipe}-{seed}"
-            train(options.config, folder, seed, chosen)
-            found.setdefault(recipe, []).append(read(folder, seed))
+    recipes = (BASE, *options.recipes)
+
+    def run(recipe: str, seed: int) -> Run:
+        folder = options.runs.absolute() / f"{recipe}-{seed}"
+        settings = [*SETTINGS, *options.settings, *settings_of(recipe, options.scorer)]
+        train(options.config, folder, seed, settings, quiet=options.at_once > 1)
+        return read(folder, seed)
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        asked = [(recipe, pool.submit(run, recipe, seed)) for seed in options.seeds for recipe in recipes]
+        found: dict[str, list[Run]] = {recipe: [] for recipe in recipes}
+        for recipe, each in asked:
+            found[recipe].append(each.result())
     print("| recipe | area | above `none` | before | after |")
     print("|---|---|---|---|---|")
     for recipe, runs in found.items():

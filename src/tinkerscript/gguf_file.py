@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from gguf import GGUFReader
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
@@ -94,7 +95,12 @@ def _fields(file: Path) -> dict[str, Any]:
 
 
 def _write_weights(file: Path, fields: dict[str, Any], folder: Path) -> None:
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    options: dict[str, Any] = {"gguf_file": file.name, "dtype": torch.float32}
+    if blocks := getattr(transformers, "GgufConfig", None):  # Newer versions may leave the weights in blocks.
+        options["quantization_config"] = blocks(dequantize=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    model.hf_quantizer = None  # They would refuse to save what they call quantized.
+    vars(model.config).pop("quantization_config", None)
     end = fields["tokenizer.ggml.eos_token_id"]
     model.config.eos_token_id = end
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end)

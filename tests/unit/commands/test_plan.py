@@ -100,8 +100,8 @@ def test_the_memory_of_a_models_training_and_sampling(tmp_path: Path) -> None:
     one = load_config(EXAMPLES / "scale" / "one_gpu.yaml", overrides)
     to_train, to_sample = memory_lines(plan(one))
     assert re.search(r"to train +\d\.\d GiB: 4\.\d GiB of weights and AdamW", to_train), to_train
-    cache = 2 * 2 * 1024 * 28 * 32 * 2112 / 2**30  # 2,071 tokens, and what is left of 64.
-    wanted = r"to sample +(\S+) GiB more, for 32 sequences of 2,071 tokens; (\S+) GiB in all"
+    cache = 2 * 2 * 1024 * 28 * 32 * 2112 / 2**30  # 2,073 tokens, and what is left of 64.
+    wanted = r"to sample +(\S+) GiB more, for 32 sequences of 2,073 tokens; (\S+) GiB in all"
     more = re.search(wanted, to_sample)
     assert more, to_sample
     assert cache < float(more[1]) < 1.5 * cache
