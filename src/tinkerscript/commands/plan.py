@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 from collections.abc import Callable
@@ -383,8 +384,22 @@ def _interim(config: RunConfig) -> str:
     often = f"{given.interim_episodes:,} to evaluate, after every {steps}"
     if config.engine.backend == "tinker" or (inference.has_replicas and config.held_versions < 1):
         return f"{often}: training waits for them, as what samples holds no older weights beside the newest"
-    beside = f"{often}, beside training: at most {given.share:.0%} of the episodes"
+    beside = f"{often}, beside training: at most {given.share:.0%} of the episodes{_steps_of(config)}"
     return beside if config.engine.lora.rank else f"{beside}, if a second copy of the weights is small enough"
+
+
+def _steps_of(config: RunConfig) -> str:
+    """How many steps an evaluation beside training takes, if it is not over before the next one is due."""
+    given, training = config.evaluation, config.training
+    trained = training.groups_per_step * training.group_size
+    if given.share == 1:
+        return ""
+    steps = math.ceil(given.interim_episodes * (1 - given.share) / given.share / trained)
+    if steps <= given.every_steps:
+        return ""
+    needed = given.interim_episodes / (given.interim_episodes + trained * given.every_steps)
+    share = math.ceil(100 * needed) / 100
+    return f", so one takes {steps} steps, or {given.every_steps} with evaluation.share={share}"
 
 
 def _evaluation(config: RunConfig, samples: Callable[[], TaskSamples]) -> str:

@@ -213,7 +213,12 @@ def test_the_plan_says_what_is_not_held_out() -> None:
 def test_the_plan_says_whether_evaluations_run_beside_training() -> None:
     demo = load_config(EXAMPLES / "arithmetic.yaml")
     often = "  200 to evaluate, after every 5 steps"
-    assert plan(demo)[-1].startswith(f"{often}, beside training: at most 5% of the episodes, if ")
+    beside = f"{often}, beside training: at most 5% of the episodes"
+    steps = 200 / 0.05 * 0.95 / 256
+    assert 14 < steps < 15
+    assert plan(demo)[-1].startswith(f"{beside}, so one takes 15 steps, or 5 with evaluation.share=0.14, if ")
+    just = load_config(EXAMPLES / "arithmetic.yaml", ["evaluation.share=0.14"])
+    assert "so one takes" not in plan(just)[-1]
     adapters = ["engine.lora.rank=8", "evaluation.share=0.25"]
     assert plan(load_config(EXAMPLES / "arithmetic.yaml", adapters))[-1] == (
         f"{often}, beside training: at most 25% of the episodes"
