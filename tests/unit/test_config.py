@@ -138,13 +138,20 @@ def test_what_a_config_reads_is_seen_from_its_file(tmp_path: Path, monkeypatch: 
     for folder in (configs / "model", shell / "other", shell / "tiny"):
         folder.mkdir(parents=True)
     (configs / "run.yaml").write_text(
-        "tasks: [{name: tasks/a.py@words}, {name: inspect_evals/gsm8k}]\n"
+        "tasks:\n"
+        "  - {name: tasks/a.py@words, sandbox_type: docker, sandbox_config: compose.yaml}\n"
+        "  - {name: inspect_evals/gsm8k, sandbox_type: k8s, sandbox_config: of-the-provider}\n"
+        "training: {judge: {function: judging.py:judge}}\n"
         "engine: {model: model, checkpoint: tinker://x}\n"
         "sft: {data: chats.jsonl}\n"
         "metrics: {extra: [mine.py:best, package.module:worst]}\n"
     )
+    (configs / "compose.yaml").touch()
     monkeypatch.chdir(shell)
     config = load_config(configs / "run.yaml")
+    sandboxes = [task.sandbox for task in config.tasks]
+    assert sandboxes == [f"docker:{configs}/compose.yaml", "k8s:of-the-provider"]
+    assert config.training.judge.function == f"{configs}/judging.py:judge"
     assert [task.name for task in config.tasks] == [f"{configs}/tasks/a.py@words", "inspect_evals/gsm8k"]
     assert (config.engine.model, config.engine.checkpoint) == (f"{configs}/model", "tinker://x")
     assert config.sft.data == f"{configs}/chats.jsonl"

@@ -62,6 +62,18 @@ def console() -> Console:
     return Console()
 
 
+class Dtype(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+DeviceOption = Annotated[str, typer.Option(help="Torch device of the checkpoint: cpu, cuda, cuda:1.")]
+DtypeOption = Annotated[
+    Dtype, typer.Option(help="Precision of its matrix products, such as that of the run.")
+]
+
+
 class LogFormat(StrEnum):
     TEXT = "text"
     JSON = "json"

@@ -10,6 +10,9 @@ from typing import Annotated
 import typer
 
 from tinkerscript.cli.conventions import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
     console,
     extra,
     fail,
@@ -117,6 +120,8 @@ def evaluate(
     checkpoint: Annotated[
         str | None, typer.Option(help="Folder of a trained model, served while the eval runs.")
     ] = None,
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = Dtype.FLOAT32,
     server: Annotated[str, typer.Option(help="URL of a server for the model, instead.")] = "",
     task_args: Annotated[str, typer.Option(help="Arguments of the task, as a JSON object.")] = "{}",
     model_roles: Annotated[str, typer.Option(help="Models of other roles, as a JSON object.")] = "{}",
@@ -142,6 +147,8 @@ def evaluate(
         options = EvalOptions(
             task=task,
             checkpoint=checkpoint,
+            device=device,
+            dtype=dtype.value,
             server=server,
             api_key=client_token() or "none",
             task_args=json_object("--task-args", task_args),

@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 from tinkerscript.cli.conventions import (
+    DeviceOption,
+    Dtype,
+    DtypeOption,
     ExitWithParent,
     LogFormat,
     LogFormatOption,
@@ -35,6 +38,8 @@ def serve(
         typer.Option(min=0, max=65535, help="0: a free port.", show_default="10086, or a free one"),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to bind, with --checkpoint.")] = "127.0.0.1",
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = Dtype.FLOAT32,
     exit_with_parent: ExitWithParent = False,
 ) -> None:
     """Serve a model, or the episodes of a run.
@@ -47,7 +52,8 @@ def serve(
         with extra("server" if checkpoint is None else "all"):
             from tinkerscript.commands.serve import serve_checkpoint, serve_run
         if checkpoint is not None:
-            work = serve_checkpoint(checkpoint, host, "auto" if port is None else port, console())
+            on = "auto" if port is None else port
+            work = serve_checkpoint(checkpoint, host, on, console(), device=device, dtype=dtype.value)
             run_to_exit(work, exit_with_parent=exit_with_parent)
         run_to_exit(serve_run(config, resume, console(), on_port(port)), exit_with_parent=exit_with_parent)
 
@@ -70,10 +76,8 @@ def engine(
     threads: Annotated[int, typer.Option(min=1, help="With --port: torch threads.")] = 1,
     max_batch: Annotated[int, typer.Option(min=1, help="With --port: sequences decoded together.")] = 128,
     max_runs: Annotated[int, typer.Option(min=1, help="With --port: training runs in memory.")] = 8,
-    device: Annotated[str, typer.Option(help="With --port: torch device.")] = "cpu",
-    dtype: Annotated[
-        str, typer.Option(help="With --port: auto, float32 or bfloat16 matrix products.")
-    ] = "float32",
+    device: DeviceOption = "cpu",
+    dtype: DtypeOption = Dtype.FLOAT32,
     activation_checkpointing: Annotated[
         bool,
         typer.Option("--activation-checkpointing", help="With --port: recompute activations to save memory."),
@@ -94,9 +98,8 @@ def engine(
         with extra("all"):
             from tinkerscript.commands.serve_engine import sample_for_server, serve_tinker
         if port is None:
-            run_to_exit(
-                sample_for_server(checkpoint, link, link_keys=link_keys), exit_with_parent=exit_with_parent
-            )
+            work = sample_for_server(checkpoint, link, device=device, dtype=dtype.value, link_keys=link_keys)
+            run_to_exit(work, exit_with_parent=exit_with_parent)
         work = serve_tinker(
             checkpoint,
             console(),
@@ -109,7 +112,7 @@ def engine(
             max_batch=max_batch,
             max_runs=max_runs,
             device=device,
-            dtype=dtype,
+            dtype=dtype.value,
             activation_checkpointing=activation_checkpointing,
         )
         run_to_exit(work, exit_with_parent=exit_with_parent)

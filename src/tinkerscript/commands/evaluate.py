@@ -32,6 +32,7 @@ from inspect_tinker_bridge.episodes import TuningLeftOut
 from inspect_tinker_bridge.sandbox import check_provider
 from tinkerscript.client.episode import as_output
 from tinkerscript.commands.serve import served_checkpoint
+from tinkerscript.config import Dtype, EngineConfig
 from tinkerscript.errors import ConfigError, ServerUnreachableError
 from tinkerscript.processes.supervisor import Supervisor, run_beside
 from tinkerscript.protocol import checked_reward, failure_line
@@ -156,6 +157,8 @@ class EvalOptions:
     task: str
 
     checkpoint: str | None = None
+    device: str = "cpu"
+    dtype: Dtype = "float32"
     server: str = ""
     """A running `tinkerscript serve --checkpoint`, or another OpenAI-compatible endpoint."""
 
@@ -191,7 +194,8 @@ async def model_endpoint(options: EvalOptions, console: Console) -> AsyncGenerat
     if options.checkpoint is None:
         yield ModelEndpoint(f"{options.server.rstrip('/').removesuffix('/v1')}/v1")
         return
-    async with served_checkpoint(options.checkpoint, "127.0.0.1", 0, console.print) as served:
+    engine = EngineConfig(model=options.checkpoint, device=options.device, dtype=options.dtype)
+    async with served_checkpoint(engine, "127.0.0.1", 0, console.print) as served:
         yield ModelEndpoint(f"{served.address.url}/v1", served.supervisor)
 
 

@@ -50,13 +50,20 @@ def plan(config: RunConfig) -> list[str]:
         return TaskSamples(config.all_tasks, seed=config.seed)
 
     return [
-        *_processes(config),
+        *_processes(_resolved(config)),
         *_memory(config, samples),
         *_calls(config),
         *_recipe(config),
         *_learning_rate(config),
         *_numbers(config, samples),
     ]
+
+
+def _resolved(config: RunConfig) -> RunConfig:
+    try:
+        return resolved(config, model_folder(config.engine.model))[0]
+    except (ConfigError, OSError):  # `_memory` explains the error.
+        return config
 
 
 def _line(name: str, text: str) -> str:

@@ -17,6 +17,7 @@ from tinkerscript.access_tokens import CLIENT_TOKEN, read_token
 from tinkerscript.addresses import moved_to
 from tinkerscript.config import (
     RUNS,
+    Dtype,
     EngineConfig,
     InterchangeConfig,
     Port,
@@ -51,10 +52,10 @@ class Served:
     supervisor: Supervisor
 
 
-def served_config(folder: Path, host: str, port: Port) -> RunConfig:
+def served_config(engine: EngineConfig, folder: Path, host: str, port: Port) -> RunConfig:
     """Make a config in which only the context length limits replies."""
     return RunConfig(
-        engine=EngineConfig(model=str(folder.absolute())),
+        engine=engine.model_copy(update={"model": str(folder.absolute())}),
         interchange_server=InterchangeConfig(interchange_server_host=host, interchange_server_port=port),
         sampling=SamplingConfig(max_tokens=context_of(folder)),
     )
@@ -62,11 +63,14 @@ def served_config(folder: Path, host: str, port: Port) -> RunConfig:
 
 @asynccontextmanager
 async def served_checkpoint(
-    checkpoint: str, host: str, port: Port, note: Callable[[str], None]
+    engine: EngineConfig, host: str, port: Port, note: Callable[[str], None]
 ) -> AsyncGenerator[Served]:
-    """Run a model's server and engine as supervised children. The block starts once they answer."""
-    folder = model_folder(checkpoint, weights=True, note=note)
-    config = served_config(folder, host, port)
+    """Run a model's server and engine as supervised children. The block starts once they answer.
+
+    Of `engine` only model, device and dtype count.
+    """
+    folder = model_folder(engine.model, weights=True, note=note)
+    config = served_config(engine, folder, host, port)
     with tempfile.TemporaryDirectory(prefix="tinkerscript-serve-") as name:
         run_dir = Path(name)
         (run_dir / "logs").mkdir()
@@ -75,7 +79,7 @@ async def served_checkpoint(
             server = server_process(run_dir, serve_model=True).child(run_dir)
             await supervisor.start(server)
             address = await server_address(run_dir, server, supervisor)
-            await supervisor.start(engine_child(folder, address, run_dir))
+            await supervisor.start(engine_child(config.engine, address, run_dir))
             await _until_it_samples(address, supervisor)
             yield Served(model_name(folder), address, supervisor)
 
@@ -98,8 +102,11 @@ async def _until_it_samples(address: ServerAddress, supervisor: Supervisor) -> N
         await asyncio.gather(watch, return_exceptions=True)
 
 
-async def serve_checkpoint(checkpoint: str, host: str, port: Port, console: Console) -> int:
-    async with served_checkpoint(checkpoint, host, port, console.print) as served:
+async def serve_checkpoint(
+    checkpoint: str, host: str, port: Port, console: Console, *, device: str = "cpu", dtype: Dtype = "float32"
+) -> int:
+    engine = EngineConfig(model=checkpoint, device=device, dtype=dtype)
+    async with served_checkpoint(engine, host, port, console.print) as served:
         open_to_all = read_token(os.environ, CLIENT_TOKEN) is None
         key = "any API key will do" if open_to_all else f"the API key is {CLIENT_TOKEN}"
         text = f"serving {served.name!r} at {served.address.url}/v1 ({key})"

@@ -8,19 +8,26 @@ from uuid import uuid4
 import tinker
 from rich.console import Console
 
+from tinkerscript.config import EngineConfig, RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import hub_id_of, model_folder, model_name
 from tinkerscript.tinker_api.state import WireLimits
 from tinkerscript.train.backends.embedded_engine import EmbeddedSampler
+from tinkerscript.train.defaults import usual_threads
 from tinkerscript.trainer_link.keys import load_trainer_keys
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 
-async def sample_for_server(checkpoint: str, link_address: str, *, link_keys: Path | None = None) -> int:
+async def sample_for_server(
+    checkpoint: str, link_address: str, *, device: str, dtype: str, link_keys: Path | None = None
+) -> int:
     folder = model_folder(checkpoint, weights=True)
+    threads = usual_threads(RunConfig(engine=EngineConfig(device=device)), folder)
     keys = None if link_keys is None else load_trainer_keys(link_keys)
-    with EmbeddedEngine(folder, checkpoint_dir=folder.parent) as engine:
+    with EmbeddedEngine(
+        folder, checkpoint_dir=folder.parent, threads=threads, device=device, dtype=dtype
+    ) as engine:
         sampler = EmbeddedSampler(await engine.create_sampling_client())
         link = TrainerLink(
             link_address,

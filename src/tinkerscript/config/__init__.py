@@ -3,7 +3,7 @@
 `scripts/write_config_docs.py` writes docs/config.md from the fields' docstrings.
 """
 
-from tinkerscript.config.engine_section import EngineConfig, LoraConfig
+from tinkerscript.config.engine_section import Dtype, EngineConfig, LoraConfig
 from tinkerscript.config.inference_section import InferenceConfig, LaunchConfig, RoleConfig
 from tinkerscript.config.loading import dump_config, import_name, load_config, parse_config
 from tinkerscript.config.recipes import RECIPES
@@ -45,6 +45,7 @@ __all__ = [
     "CreditConfig",
     "CurriculumConfig",
     "DistillationConfig",
+    "Dtype",
     "EngineConfig",
     "EvaluationConfig",
     "InferenceConfig",

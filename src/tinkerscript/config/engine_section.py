@@ -10,6 +10,8 @@ from pydantic import (
 
 from tinkerscript.config.section import Section, http_url
 
+Dtype = Literal["auto", "float32", "bfloat16"]
+
 
 class LoraConfig(Section):
     rank: int = Field(default=0, ge=0)
@@ -46,7 +48,8 @@ class EngineConfig(Section):
     """The model's name at the service. Empty: its only model."""
 
     threads: int = Field(default=0, ge=0)
-    """Torch threads. 0: one for a small model, where more are slower, otherwise every core of the trainer."""
+    """Torch threads. 0: one for a small model, where more are slower; at most four beside a GPU; otherwise
+    every core of the trainer, but one with Ray."""
 
     max_batch: int = Field(default=128, ge=1)
     """Maximum sequences decoded together."""
@@ -65,7 +68,7 @@ class EngineConfig(Section):
     """`replicate`: each device has all weights. `shard`: each has a part (FSDP2), and the first also a copy
     of all to sample from."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     """Precision of matrix products. `auto`: bfloat16 if the hardware supports it; sampler and trainer then
     differ slightly (docs/models.md)."""
 

@@ -70,7 +70,9 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 # Keys that may be paths. Most also take a registered task's, module's or model's name.
 _PATHS = {
     "task.name",
+    "task.sandbox_config",
     "tasks.name",
+    "tasks.sandbox_config",
     "workers.script",
     "sft.data",
     "engine.model",
@@ -78,7 +80,17 @@ _PATHS = {
     "inference.launch.python",
     "metrics.extra",
     "roles.*.model",
+    "training.judge.function",
     "training.loss_fn",
+}
+
+# Those that are one only if there is such a file: else a model's id, or a provider's own notation.
+_IF_THERE = {
+    "task.sandbox_config",
+    "tasks.sandbox_config",
+    "engine.model",
+    "engine.checkpoint",
+    "roles.*.model",
 }
 
 
@@ -97,9 +109,7 @@ def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
     if python := re.fullmatch(r"(.+\.py)([@:].+)?", value):
         return f"{_seen_from(folder, python[1])}{python[2] or ''}"
     path = _seen_from(folder, value)
-    is_path = key in ("sft.data", "inference.launch.python") or (
-        key in ("engine.model", "engine.checkpoint", "roles.*.model") and path.exists()
-    )
+    is_path = key in ("sft.data", "inference.launch.python") or (key in _IF_THERE and path.exists())
     return str(path) if is_path else value
 
 

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from tinkerscript.access_tokens import CLIENT_TOKEN, reached_through, read_token
 from tinkerscript.addresses import remote_url
-from tinkerscript.config import InterchangeConfig, RunConfig
+from tinkerscript.config import EngineConfig, InterchangeConfig, RunConfig
 from tinkerscript.errors import EngineError, LinkError
 from tinkerscript.lifecycle import own_command, try_lock
 from tinkerscript.processes.launcher import Child, Launcher, LocalProcess, Slot, free_port
@@ -54,9 +54,10 @@ class ServerAddress:
         return None if self.link_keys is None else load_trainer_keys(self.link_keys)
 
 
-def engine_child(checkpoint: Path, address: ServerAddress, folder: Path) -> Child:
+def engine_child(engine: EngineConfig, address: ServerAddress, folder: Path) -> Child:
     keys = ["--link-keys", str(address.link_keys)] if address.link_keys else []
-    options = ["--checkpoint", str(checkpoint), "--link", address.link_address, *keys]
+    options = ["--checkpoint", engine.model, "--link", address.link_address, *keys]
+    options += ["--device", engine.device, "--dtype", engine.dtype]
 
     def argv(_: int) -> list[str]:
         return own_command("engine", *options)

@@ -14,6 +14,8 @@ from tinker_cookbook.utils.lr_scheduling import compute_schedule_lr_multiplier
 from tinkerscript.config import RunConfig, TrainingConfig
 from tinkerscript.model_folder import base_of_adapter, context_of
 
+THREADS_OF_GPU = 4
+
 # Smaller models tolerate rates that ruin larger ones within a few steps.
 SMALL = 20_000_000
 
@@ -103,11 +105,15 @@ def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
 
 
 def usual_threads(config: RunConfig, model: Path) -> int:
-    """This device's share of the cores; 1 for small models and remote engines."""
-    if config.engine.backend == "tinker" or _is_small(model):
+    """This device's share of the cores, of which Ray has to place the server on one; few beside a GPU; 1 for
+    small models and remote engines.
+    """
+    engine = config.engine
+    if engine.backend == "tinker" or _is_small(model):
         return 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // config.engine.devices)
+    own = max(1, (cores - (config.cluster.launcher == "ray")) // engine.devices)
+    return own if engine.device == "cpu" else min(own, THREADS_OF_GPU)
 
 
 def _too_high(config: RunConfig, rates: Rates) -> Iterator[str]:

@@ -16,13 +16,12 @@ from asgi_caller import AsgiCaller
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN, Roles
 from tinkerscript.commands import serve as module
 from tinkerscript.commands.serve import Served, serve_checkpoint, served_config
-from tinkerscript.config import InterchangeConfig
+from tinkerscript.config import EngineConfig, InterchangeConfig
 from tinkerscript.errors import GatewayError, WorkerError
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.endpoint import create_gateway
 from tinkerscript.limits import KEPT_BYTES, KEPT_CALLS, KEPT_S
-from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.processes.children import ServerAddress
+from tinkerscript.processes.children import ServerAddress, engine_child
 from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.claims import ServedModel
@@ -32,7 +31,7 @@ from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 
 async def test_a_request_without_a_limit_has_the_whole_context(byte_model: Path) -> None:
-    config = served_config(byte_model, "127.0.0.1", 0)
+    config = served_config(EngineConfig(), byte_model, "127.0.0.1", 0)
     sampler = ScriptedSampler(lambda prompt: [97] * 200)
     gateway = create_gateway(
         claims=MemoryClaimBook({"key": OpenClaim("episode", 1, 0)}),
@@ -60,6 +59,13 @@ class Ended(Supervisor):
         raise WorkerError("that is all")
 
 
+def test_the_engine_computes_where_and_as_it_was_asked_to(tmp_path: Path) -> None:
+    asked = EngineConfig(model="/model", device="cuda:1", dtype="bfloat16")
+    child = engine_child(asked, ServerAddress("http://here", "ipc:///link", None), tmp_path)
+    words = " ".join(child.argv(0))
+    assert " --device cuda:1 --dtype bfloat16" in words
+
+
 @pytest.mark.parametrize("token", [None, "sixteen-letters!"])
 async def test_serve_says_which_api_keys_the_model_takes(
     monkeypatch: pytest.MonkeyPatch, token: str | None
@@ -75,7 +81,7 @@ async def test_serve_says_which_api_keys_the_model_takes(
     monkeypatch.setattr(module, "served_checkpoint", served)
     printed = io.StringIO()
     with pytest.raises(WorkerError, match="that is all"):
-        await serve_checkpoint(TINY_MODEL, "127.0.0.1", 0, Console(file=printed, width=40))
+        await serve_checkpoint("tiny", "127.0.0.1", 0, Console(file=printed, width=40))
     keys = f"the API key is {CLIENT_TOKEN}" if token else "any API key will do"
     assert printed.getvalue() == f"serving 'tiny[x]' at http://here/v1 ({keys})\n"
     roles = Roles.of(InterchangeConfig(), os.environ, serve_model=True)

@@ -96,12 +96,15 @@ def test_a_large_model_has_the_cores_and_a_small_one_has_one(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(6))
 
-    def threads(model: str, **engine: Any) -> int:
+    def threads(model: str, launcher: str = "local", **engine: Any) -> int:
         folder = TINY_MODEL if model == "tiny" else Path(model)
-        return resolved(made(model, engine={"threads": 0, **engine}), folder)[0].engine.threads
+        config = made(model, engine={"threads": 0, **engine}, cluster={"launcher": launcher})
+        return resolved(config, folder)[0].engine.threads
 
     assert (threads("tiny"), threads(large), threads(large, devices=2)) == (1, 6, 3)
     assert (threads(large, threads=2), threads(large, backend="tinker")) == (2, 1)
+    assert threads(large, "ray") == 5, "the server has the sixth"
+    assert threads(large, device="cuda") == 4
 
 
 @pytest.mark.parametrize(("context", "tokens"), [(8192, 512), (600, 300)])
