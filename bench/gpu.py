@@ -199,6 +199,8 @@ def loud(table: Table, device: torch.device, _: Sequence[str]) -> None:
             allowed = LARGEST_GAP[dtype]
             table.must(f"{label}, {dtype}: mean gap {gap:.1e} at most {allowed:.0e}", gap <= allowed)
             table.must(f"{label}, {dtype}: a step lowers the loss", after < before)
+            if base == "none":
+                table.must(f"{label}, {dtype}: the fused decoder, whose steps are graphs", engine.is_fused)
         script = Path(name) / "agent.py"
         script.write_text(PARITY)
         settings = (f"workers.script={script}", "engine.dtype=bfloat16", "engine.lora.rank=16")

@@ -147,7 +147,7 @@ class FusedDecoder(Decoder):
         self._graphs = self._new_graphs()
 
     def _new_graphs(self) -> StepGraphs | None:
-        return StepGraphs(self._step_of_storage, cuda_graph) if self.device.type == "cuda" else None
+        return StepGraphs(partial(cuda_graph, self.device)) if self.device.type == "cuda" else None
 
     def with_adapter(self, adapter: AdapterTensors) -> FusedDecoder:
         other = copy.copy(self)
@@ -319,8 +319,10 @@ class FusedDecoder(Decoder):
         return x.view(B, P, -1), keys, values
 
     def step(self, ids: Tensor, groups: Sequence[RowGroup[Any]]) -> Tensor:
-        if self._graphs is not None and (logits := self._graphs.step(ids, groups)) is not None:
-            return logits
+        if self._graphs is not None:
+            logits = self._graphs.step(self._step_of_storage, ids, groups)
+            if logits is not None:
+                return logits
         return self._step(ids, groups, [_Places.of(group, self.device, self.dtype) for group in groups])
 
     def _step_of_storage(
@@ -424,7 +426,7 @@ def _factors(adapter: AdapterTensors, names: Sequence[str], widths: Sequence[int
 def _plus(output: Tensor, h: Tensor, factors: _Factors | None) -> Tensor:
     if factors is None:
         return output
-    return (output + h.float() @ factors[0] @ factors[1]).to(output.dtype)
+    return output.add_(h.float() @ factors[0] @ factors[1])
 
 
 @dataclass(slots=True)

@@ -333,7 +333,11 @@ class KVCache(Generic[Row]):
 
     def _grow(self, group: RowGroup[Row]) -> bool:
         pairs = zip(group.rows, group.lengths, strict=True)
-        if longer := [row for row, length in pairs if length == group.limit]:
+        longer = [row for row, length in pairs if length == group.limit]
+        wider = group_limit(group.limit + 1, self._spread)
+        if longer and len(longer) == len(group.rows) and all(each.limit != wider for each in self.groups):
+            group.limit = wider  # Nobody has to move.
+        elif longer:
             lengths = [group.limit] * len(longer)
             if self.fit(lengths, ()) < len(longer):
                 return False

@@ -135,6 +135,10 @@ def _adapters(model: Any, lora: LoraSettings) -> tuple[int, bool]:
     return sum(lora.rank * sum(shape) for shape in shapes), head
 
 
+SHARE_OF_GPU = 0.9
+"""The rest is for graphs, workspaces and fragments."""
+
+
 def cache_bytes(model: PreTrainedModel, dtype: torch.dtype, lengths: Sequence[int], choices: int = 0) -> int:
     w = _Widths.of(model)
     return (w.token_bytes(dtype.itemsize) + choices) * stored_tokens(lengths, w.spread)
@@ -156,6 +160,8 @@ def cache_budget(
     """
     w = _Widths.of(model)
     most = max_rows * max_context * (w.token_bytes(dtype.itemsize) + choices)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # Loading and proving left blocks that count as used.
     free = available_memory(str(model.device))
     if free is None:
         return most
@@ -164,7 +170,9 @@ def cache_budget(
     memory = _peak(model, lora, dtype, work)
     loaded = sum(each.nbytes for each in model.parameters())
     left = max(free - (memory.total - memory.kv_cache - loaded), free // 4)
-    return min(most, left, free // 2 if model.device.type == "cpu" else free)
+    if model.device.type == "cpu":
+        return min(most, left, free // 2)
+    return min(most, int(SHARE_OF_GPU * left))
 
 
 def available_memory(device: str) -> int | None:
@@ -292,7 +300,7 @@ def _kv_cache(w: _Widths, e: int, work: Workload) -> int:
 
 def _decoding(w: _Widths, lora: LoraSettings | None, e: int, work: Workload) -> int:
     attention = e * (7 * w.Q + 9 * w.K)
-    mlp = 3 * e * (w.Q + w.K) + (2 * e + 16 if lora else 4 * e) * w.I
+    mlp = 3 * e * (w.Q + w.K) + (2 * e + 8 if lora else 4 * e) * w.I
     per_token = 2 * e * w.C + max(attention, mlp) + w.token_bytes(e) + (4 * w.C if lora else 0)
     prefilled = min(PREFILL_TOKENS, work.rows * work.prompt)
     # The next chunk's state is made from the previous one's.

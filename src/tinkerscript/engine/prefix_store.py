@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from weakref import ref
 
 from torch import Tensor
 
@@ -28,18 +29,26 @@ class Prefilled:
     state: RowState
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Node:
     ids: Ids
     state: RowState
     """Keys and values of `ids`; if a text ends here, also the other layers' states."""
 
-    parent: _Node | None
+    weak_parent: ref[_Node] | None
+    """Weak, so that a store's memory goes with the store and not at the next garbage collection."""
+
     is_end: bool
     logits: Tensor | None = None
     children: dict[int, _Node] = field(default_factory=dict[int, "_Node"])
     used: int = 0
     bytes: int = 0
+
+    @property
+    def parent(self) -> _Node:
+        parent = self.weak_parent and self.weak_parent()
+        assert parent is not None, "the store holds the root"
+        return parent
 
 
 class PrefixStore:
@@ -61,7 +70,6 @@ class PrefixStore:
     def evict(self) -> None:
         node, _ = self._nodes.popitem(last=False)
         assert not node.children
-        assert node.parent is not None
         del node.parent.children[node.ids[0]]
         self.bytes -= node.bytes
 
@@ -105,7 +113,8 @@ class PrefixStore:
             if over:
                 path[-1] = self._split(path[-1], len(path[-1].ids) - over)
             if found < len(ids):
-                path.append(_Node(ids[found:], state, path[-1] if path else self._root, is_end=True))
+                parent = path[-1] if path else self._root
+                path.append(_Node(ids[found:], state, ref(parent), is_end=True))
                 self._attach(path[-1])
             else:
                 path[-1].state = joined([path[-1].state, state])
@@ -138,16 +147,15 @@ class PrefixStore:
         return path, sum(len(node.ids) for node in path)
 
     def _split(self, node: _Node, at: int) -> _Node:
-        assert node.parent is not None
-        upper = _Node(node.ids[:at], _without_ends(cut(node.state, 0, at)), node.parent, is_end=False)
-        node.ids, node.state, node.parent = node.ids[at:], cut(node.state, at), upper
+        state = _without_ends(cut(node.state, 0, at))
+        upper = _Node(node.ids[:at], state, node.weak_parent, is_end=False)
+        node.ids, node.state, node.weak_parent = node.ids[at:], cut(node.state, at), ref(upper)
         upper.children[node.ids[0]] = node
         self._attach(upper)
         self._weigh(node)
         return upper
 
     def _attach(self, node: _Node) -> None:
-        assert node.parent is not None
         node.parent.children[node.ids[0]] = node
         self._nodes[node] = None
         self._weigh(node)

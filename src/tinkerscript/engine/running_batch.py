@@ -352,13 +352,15 @@ class RunningBatch:
             past = self._prefix(sequences[0][:shared]) if shared else None
             logits, states = self._prefill([each[shared:] for each in sequences], past, shared)
         except Exception as error:  # noqa: BLE001 - the request's future carries it
-            if len(sequences) == 1:
-                return {sequences[0]: error}
-            return {each: found for one in sequences for each, found in self._prefill_each([one]).items()}
-        return {
-            sequence: self._kept(sequence, of_row, state)
-            for sequence, of_row, state in zip(sequences, logits, states, strict=True)
-        }
+            failure = error.with_traceback(None)  # Its frames hold tensors, and may hold all the memory.
+        else:
+            return {
+                sequence: self._kept(sequence, of_row, state)
+                for sequence, of_row, state in zip(sequences, logits, states, strict=True)
+            }
+        if len(sequences) == 1:
+            return {sequences[0]: failure}
+        return {each: found for one in sequences for each, found in self._prefill_each([one]).items()}
 
     def _prefix(self, ids: Ids) -> RowState:
         if found := self._prefixes.complete(ids):
@@ -535,7 +537,7 @@ def _never_fits(tokens: int, needed: int, total: float) -> EngineError:
 
 def _fail(request: Request, error: BaseException) -> None:
     try:
-        request.future.set_exception(error)
+        request.future.set_exception(error.with_traceback(None))  # Its frames hold tensors.
     except InvalidStateError:
         return  # The caller cancelled, or another row failed.
 

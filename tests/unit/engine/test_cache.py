@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -408,6 +410,58 @@ def test_the_store_is_a_model_of_a_list_of_texts(seed: int) -> None:
     while store.oldest is not None:
         store.evict()
     assert store.bytes == 0
+
+
+def test_what_a_store_keeps_goes_with_it() -> None:
+    """A version's budget is that of the next one, which begins before any garbage collection."""
+    decoder = fused()
+    batch = batch_over(decoder)
+    sampled(batch, seeded(ids_of(100, 0), 5), seeded([*ids_of(100, 0), *ids_of(80, 1)], 5))
+    nodes = list(batch._prefixes._nodes)
+    assert len(nodes) > 1
+    kept = [ref(each) for each in nodes]
+    gc.disable()
+    try:
+        del batch, nodes
+        assert [each() for each in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
+
+
+def test_rows_that_all_reach_their_groups_limit_stay_where_they_are() -> None:
+    """Moving them would need room for all of them twice."""
+    decoder = fused()
+    rows = [seeded(ids_of(250, i), 40, seed=i) for i in range(4)]
+    need = 4 * 320 * token_bytes(decoder)
+    batch = batch_over(decoder, need)
+    for request in rows:
+        batch.submit(request)
+    groups: set[int] = set()
+    while batch.busy:
+        batch.advance()
+        groups |= {id(group) for group in batch._cache.groups}
+    assert all(len(request.future.result()[0].ids) == 40 for request in rows)
+    assert len(groups) == 1
+    assert batch.prefilled_tokens == 4 * 250, "nobody gave up a place"
+
+
+def test_a_failed_prefills_memory_is_free_when_its_parts_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[ref[torch.Tensor]] = []
+    at_retry: list[bool] = []
+    decoder = fused()
+    prefill = decoder.prefill
+
+    def short_of_memory(ids: torch.Tensor, *rest: Any) -> Any:
+        if len(ids) > 1:
+            states = torch.empty(1)
+            held.append(ref(states))
+            raise RuntimeError("CUDA out of memory")
+        at_retry.append(held[-1]() is None)
+        return prefill(ids, *rest)
+
+    monkeypatch.setattr(decoder, "prefill", short_of_memory)
+    sampled(batch_over(decoder), seeded(ids_of(20, 1), 3), seeded(ids_of(20, 2), 3))
+    assert at_retry == [True, True]
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

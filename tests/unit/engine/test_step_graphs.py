@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from weakref import ref
 
 import numpy as np
 import pytest
 from torch import Tensor
 
 from small_models import small_model
-from tinkerscript.engine.decoder import FusedDecoder
+from tinkerscript.engine.decoder import FusedDecoder, decoder_for
 from tinkerscript.engine.running_batch import Request, RunningBatch, SampledRow
 from tinkerscript.engine.step_graphs import Replay, StepGraphs
 
@@ -69,7 +71,7 @@ def test_graphs_sample_the_tokens_of_steps_without_them(seed: int) -> None:
     decoder = FusedDecoder(small_model("Qwen3", **SHAPE))
     expected = sampled(decoder, requests(seed))
     capture = Recorded()
-    decoder._graphs = StepGraphs(decoder._step_of_storage, capture)
+    decoder._graphs = StepGraphs(capture)
     found = sampled(decoder, requests(seed))
     assert [[row.ids for row in rows] for rows in found] == [[row.ids for row in rows] for rows in expected]
     for rows, wanted in zip(found, expected, strict=True):
@@ -77,3 +79,47 @@ def test_graphs_sample_the_tokens_of_steps_without_them(seed: int) -> None:
             np.testing.assert_allclose(row.logprobs, other.logprobs, atol=1e-5)
     assert capture.captured > 3
     assert capture.replayed > 3 * capture.captured
+
+
+def test_a_decoder_with_graphs_is_proved_as_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof keeps the logits of all its steps, of which graphs write several into one place."""
+    capture = Recorded()
+    monkeypatch.setattr(FusedDecoder, "_new_graphs", lambda _: StepGraphs(capture))
+    assert decoder_for(small_model("Qwen3", **SHAPE), frozen=True) is FusedDecoder
+    assert capture.replayed > 1
+
+
+def test_a_version_goes_with_its_last_user() -> None:
+    """Its weights and graphs hold the memory that the next version needs, before any garbage collection."""
+
+    def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        logits = run()
+        return logits, lambda: None
+
+    decoder = FusedDecoder(small_model("Qwen3", **SHAPE))
+    decoder._graphs = StepGraphs(capture)
+    sampled(decoder, requests(0)[:2])
+    version = ref(decoder)
+    gc.disable()
+    try:
+        del decoder
+        assert version() is None
+    finally:
+        gc.enable()
+
+
+def test_rows_go_on_without_a_graph_that_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
+    decoder = FusedDecoder(small_model("Qwen3", **SHAPE))
+    expected = sampled(decoder, requests(0))
+    refused: list[int] = []
+
+    def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        refused.append(1)
+        raise RuntimeError("CUDA out of memory")
+
+    decoder._graphs = StepGraphs(capture)
+    found = sampled(decoder, requests(0))
+    assert [[row.ids for row in rows] for rows in found] == [[row.ids for row in rows] for rows in expected]
+    assert len(refused) == caplog.text.count("without a CUDA graph: CUDA out of memory") > 3
+    steps = sum(len(row.ids) for rows in found for row in rows)
+    assert len(refused) < steps / 20, "a storage is tried once"
