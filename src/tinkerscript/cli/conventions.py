@@ -68,10 +68,8 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-DeviceOption = Annotated[str, typer.Option(help="Torch device of the checkpoint: cpu, cuda, cuda:1.")]
-DtypeOption = Annotated[
-    Dtype, typer.Option(help="Precision of its matrix products, such as that of the run.")
-]
+DeviceOption = Annotated[str, typer.Option(help="Torch device that runs the checkpoint: cpu, cuda, cuda:1.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="Precision of its matrix products; choose the run's.")]
 
 
 class LogFormat(StrEnum):

@@ -52,8 +52,8 @@ def serve(
         with extra("server" if checkpoint is None else "all"):
             from tinkerscript.commands.serve import serve_checkpoint, serve_run
         if checkpoint is not None:
-            on = "auto" if port is None else port
-            work = serve_checkpoint(checkpoint, host, on, console(), device=device, dtype=dtype.value)
+            wanted = "auto" if port is None else port
+            work = serve_checkpoint(checkpoint, host, wanted, console(), device=device, dtype=dtype.value)
             run_to_exit(work, exit_with_parent=exit_with_parent)
         run_to_exit(serve_run(config, resume, console(), on_port(port)), exit_with_parent=exit_with_parent)
 

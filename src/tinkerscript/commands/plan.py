@@ -50,7 +50,7 @@ def plan(config: RunConfig) -> list[str]:
         return TaskSamples(config.all_tasks, seed=config.seed)
 
     return [
-        *_processes(_resolved(config)),
+        *_processes(_with_defaults(config)),
         *_memory(config, samples),
         *_calls(config),
         *_recipe(config),
@@ -59,7 +59,7 @@ def plan(config: RunConfig) -> list[str]:
     ]
 
 
-def _resolved(config: RunConfig) -> RunConfig:
+def _with_defaults(config: RunConfig) -> RunConfig:
     try:
         return resolved(config, model_folder(config.engine.model))[0]
     except (ConfigError, OSError):  # `_memory` explains the error.
@@ -391,11 +391,11 @@ def _interim(config: RunConfig) -> str:
     often = f"{given.interim_episodes:,} to evaluate, after every {steps}"
     if config.engine.backend == "tinker" or (inference.has_replicas and config.held_versions < 1):
         return f"{often}: training waits for them, as what samples holds no older weights beside the newest"
-    beside = f"{often}, beside training: at most {given.share:.0%} of the episodes{_steps_of(config)}"
+    beside = f"{often}, beside training: at most {given.share:.0%} of the episodes{_delay(config)}"
     return beside if config.engine.lora.rank else f"{beside}, if a second copy of the weights is small enough"
 
 
-def _steps_of(config: RunConfig) -> str:
+def _delay(config: RunConfig) -> str:
     """How many steps an evaluation beside training takes, if it is not over before the next one is due."""
     given, training = config.evaluation, config.training
     trained = training.groups_per_step * training.group_size

@@ -48,8 +48,8 @@ class EngineConfig(Section):
     """The model's name at the service. Empty: its only model."""
 
     threads: int = Field(default=0, ge=0)
-    """Torch threads. 0: one for a small model, where more are slower; at most four beside a GPU; otherwise
-    every core of the trainer, but one with Ray."""
+    """Torch threads. 0 chooses: one for a small model, because more are slower; up to four if a GPU computes;
+    otherwise every core, less one for the server with Ray."""
 
     max_batch: int = Field(default=128, ge=1)
     """Maximum sequences decoded together."""

@@ -84,8 +84,8 @@ _PATHS = {
     "training.loss_fn",
 }
 
-# Those that are one only if there is such a file: else a model's id, or a provider's own notation.
-_IF_THERE = {
+# Each is a path only if that file exists. Otherwise it is a model's id or the provider's own notation.
+_PATHS_IF_THERE = {
     "task.sandbox_config",
     "tasks.sandbox_config",
     "engine.model",
@@ -109,7 +109,7 @@ def _with_absolute_paths(value: Any, folder: Path, key: str = "") -> Any:
     if python := re.fullmatch(r"(.+\.py)([@:].+)?", value):
         return f"{_seen_from(folder, python[1])}{python[2] or ''}"
     path = _seen_from(folder, value)
-    is_path = key in ("sft.data", "inference.launch.python") or (key in _IF_THERE and path.exists())
+    is_path = key in ("sft.data", "inference.launch.python") or (key in _PATHS_IF_THERE and path.exists())
     return str(path) if is_path else value
 
 

@@ -105,8 +105,8 @@ def resolved(config: RunConfig, model: Path) -> tuple[RunConfig, list[str]]:
 
 
 def usual_threads(config: RunConfig, model: Path) -> int:
-    """This device's share of the cores, of which Ray has to place the server on one; few beside a GPU; 1 for
-    small models and remote engines.
+    """This device's share of the cores; with Ray less one, on which it places the server; few if a GPU
+    computes; 1 for small models and remote engines.
     """
     engine = config.engine
     if engine.backend == "tinker" or _is_small(model):
