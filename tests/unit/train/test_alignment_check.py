@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tinker
+from msgspec import structs
 
 from rollout_helpers import make_call, make_episode, make_group, update
 from tinkerscript.config import TrainingConfig
@@ -22,7 +22,7 @@ from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, FloatArray, Prompts, unpack_ids
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.alignment_check import AlignmentCheck, TrainedModel
-from tinkerscript.train.learner import Learner
+from trainer_fakes import NotingClient, made_learner
 
 
 def check(report: AlignmentReport, **settings: Any) -> AlignmentCheck:
@@ -121,18 +121,6 @@ def test_older_weights_do_not_move_logprobs_to_other_tokens() -> None:
         check(AlignmentReport()).compare(items, trainer, lags={4: 1}, step=1)
 
 
-def test_a_conversation_over_two_versions_is_split_by_call() -> None:
-    first = make_call(None, [1], [2, 3], policy_version=0)
-    (rollout,) = make_episode([first, make_call(first, [4], [5, 6], policy_version=1)]).rollouts
-    trainer = rollout.logprobs.copy()
-    trainer[1:3] -= 0.5
-    report = AlignmentReport()
-    item = WeightedRollout.uniform(rollout, 1.0)
-    check(report).compare([item], [trainer], lags={0: 1, 1: 0}, step=2)
-    assert (report.whole.gaps[0].mean_abs, report.whole.gaps[0].tokens) == (0, 2)
-    assert (report.whole.gaps[1].mean_abs, report.whole.gaps[1].tokens) == (pytest.approx(0.5), 2)
-
-
 def test_a_call_over_three_versions_is_split_by_token() -> None:
     spans = [(3, 0), (4, 5), (5, 9)]
     items = rollouts(policy_version=3, policy_version_end=5, spans=spans)
@@ -201,10 +189,8 @@ async def test_each_call_is_compared_at_its_own_temperature(engine: EmbeddedEngi
         make_episode(await conversation(engine, seed, temperatures), float(seed), f"e{seed}")
         for seed, temperatures in enumerate(mixed)
     ]
-    report = AlignmentReport()
-    config = TrainingConfig(steps=10, learning_rate=1e-4)
-    client = engine.create_training_client()
-    learner = Learner(client, config, model=TrainedModel(engine.vocabulary), report=report, seed=1)
+    learner = made_learner(engine.create_training_client(), learning_rate=1e-4)
+    report = learner.report
     metrics = await update(learner, [make_group(episodes)], step=1)
     assert metrics["train/sequences"] == 6
     assert report.whole.at_lag_0.tokens == sum(
@@ -220,10 +206,9 @@ async def test_forks_that_share_prefixes_train_each_sampled_token_once(engine: E
     ]
     assert [len(episode.rollouts) for episode in episodes] == [3] * 4
     assert all(rollout.fork > 3 for episode in episodes for rollout in episode.rollouts[1:2])
-    client = RecordingClient(engine.create_training_client())
-    report = AlignmentReport()
-    config = TrainingConfig(steps=10, minibatches=2, learning_rate=1e-4)
-    learner = Learner(client, config, model=TrainedModel(engine.vocabulary), report=report, seed=1)  # type: ignore[arg-type]
+    client = NotingClient(engine.create_training_client())
+    learner = made_learner(client, minibatches=2, learning_rate=1e-4)
+    report = learner.report
     metrics = await update(learner, [make_group(episodes)], step=1)
     assert metrics["train/sequences"] == 12
     assert report.max_abs_dlogp <= 1e-4
@@ -246,30 +231,9 @@ async def test_forks_that_share_prefixes_train_each_sampled_token_once(engine: E
     assert found == wanted
 
 
-class RecordingClient:
-    """A training client that keeps what it trained on."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self.trained: list[tinker.Datum] = []
-
-    def forward_backward(self, data: list[tinker.Datum], *args: Any, **more: Any) -> Any:
-        self.trained += data
-        return self._client.forward_backward(data, *args, **more)
-
-    def drop_gradients(self) -> Any:
-        self.trained.clear()
-        return self._client.drop_gradients()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-
-async def test_a_step_without_a_gradient_is_compared_too(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    report = AlignmentReport()
-    model = TrainedModel(engine.vocabulary)
-    config = TrainingConfig(learning_rate=1e-4)
-    learner = Learner(engine.create_training_client(), config, model=model, report=report, seed=1)
+async def test_a_step_without_a_gradient_is_compared_too(engine: EmbeddedEngine) -> None:
+    learner = made_learner(engine.create_training_client(), learning_rate=1e-4)
+    report = learner.report
     same = [make_episode(await conversation(engine, seed), 1.0, f"e{seed}") for seed in range(2)]
     metrics = await update(learner, [make_group(same)], step=1)
     assert metrics["train/sequences"] == 0
@@ -282,9 +246,7 @@ async def test_a_step_without_a_gradient_is_compared_too(engine: EmbeddedEngine,
 
 def _late(episode: EpisodeRollouts) -> EpisodeRollouts:
     """The same with every call's log probabilities one token late."""
-    calls: list[Call] = []
-    for call in episode.calls:
-        logprobs = np.roll(call.sampled_logprobs, 1).tobytes()
-        fields = {name: getattr(call, name) for name in call.__struct_fields__}
-        calls.append(Call(**{**fields, "logprobs": logprobs}))
+    calls = [
+        structs.replace(call, logprobs=np.roll(call.sampled_logprobs, 1).tobytes()) for call in episode.calls
+    ]
     return make_episode(calls, episode.reward, episode.episode_uuid)

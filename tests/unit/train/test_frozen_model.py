@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,8 @@ from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.call import FloatArray, IntArray, pack_ids, unpack_ids, unpack_logprobs
 from tinkerscript.sampler import SampleRequest
 from tinkerscript.train.backends import open_backend
-from tinkerscript.train.backends.backend import FrozenModel
-from tinkerscript.train.backends.embedded_engine import EmbeddedBackend, EmbeddedFrozenModel
+from tinkerscript.train.backends.backend import FrozenModel, TrainerBackend
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.frozen_model import open_frozen_role
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, wire_server
 
@@ -97,38 +95,24 @@ async def test_the_start_stays_what_it_was_while_the_run_trains(
     assert not np.allclose(await now(backend), before[0], atol=1e-3), "the run's own weights did change"
 
 
-async def test_a_checkpoint_scores_as_it_was_saved(backend: EmbeddedBackend) -> None:
-    await trained(backend)
-    saved = await now(backend)
-    folder = (await backend.client.save_state("teacher")).path
-    await trained(backend)
-    frozen = await backend.open_frozen(folder)
-    assert np.allclose((await frozen.logprobs(SEQUENCES))[0], saved, atol=1e-5)
-    assert str(frozen.folder) == folder
-    start = await backend.open_frozen("")
-    assert not same(await frozen.logprobs(SEQUENCES), await start.logprobs(SEQUENCES), atol=1e-3)
-
-
-async def test_the_reference_of_a_divergence_moves_and_leaves_nothing_behind(
+async def test_checkpoints_score_as_they_were_saved_and_the_reference_of_a_divergence_moves(
     backend: EmbeddedBackend,
 ) -> None:
     start = await backend.start_logprobs(SEQUENCES)
-    bases, folders = list[weakref.ref[Any]](), list[Path]()
     for name in ("one", "two"):
         await trained(backend)
         saved = await now(backend)
-        folders.append(Path((await backend.client.save_state(name)).path))
+        folder = (await backend.client.save_state(name)).path
         await trained(backend)
-        await backend.renew_start(folders[-1])
+        await backend.renew_start(Path(folder))
         found = await backend.start_logprobs(SEQUENCES)
         assert np.allclose(found[0], saved, atol=1e-5)
         assert not same(found, start, atol=1e-3)
-        assert isinstance(backend._start, EmbeddedFrozenModel)
-        bases.append(weakref.ref(backend._start._weights._base))
-    gc.collect()
-    first, second = (each() for each in bases)
-    assert second is not None
-    assert (first is None) != backend.engine.is_lora, "adapters share one base; a whole model is forgotten"
+        frozen = await backend.open_frozen(folder)
+        assert same(await frozen.logprobs(SEQUENCES), found)
+        assert str(frozen.folder) == folder
+        begun_there = EmbeddedBackend(backend.engine, folder)
+        assert same(await begun_there.start_logprobs(SEQUENCES), found)
     assert same(await (await backend.open_frozen("")).logprobs(SEQUENCES), start), "roles keep the start"
 
 
@@ -170,29 +154,54 @@ def wire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
         yield made
 
 
-async def test_a_service_has_the_start_checkpoints_and_base_models(
+@pytest.fixture
+async def service(
     wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> AsyncIterator[TrainerBackend]:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     config = EngineConfig(backend="tinker", base_url=wire.url)
     opening = open_backend(
         config, TINY_MODEL, checkpoint_dir=tmp_path, seed=1, restore=None, note=lambda _: None
     )
     async with opening as backend:
-        start = await backend.open_frozen("")
-        assert same(await start.logprobs(SEQUENCES[:3]), expected(TINY_MODEL)[:3], atol=1e-4)
-        assert start.folder == TINY_MODEL
-        base = await backend.open_frozen("tiny-served")
-        assert same(await base.logprobs(SEQUENCES[:3]), await start.logprobs(SEQUENCES[:3]))
-        await trained(backend)
-        saved = await backend.client.save_state("teacher")
-        by_folder = await backend.open_frozen(str(tmp_path / "teacher"))
-        by_path = await backend.open_frozen(saved.path)
-        scores = await by_folder.logprobs(SEQUENCES[:3])
-        assert same(scores, await by_path.logprobs(SEQUENCES[:3]))
-        assert not same(scores, await start.logprobs(SEQUENCES[:3]), atol=1e-3)
-        await trained(backend)
-        assert same(scores, await by_folder.logprobs(SEQUENCES[:3])), "its weights never change"
-        await first_token(by_path, SEQUENCES[0])
-        with pytest.raises((ConfigError, EngineError), match="no-such-model"):
-            await backend.open_frozen("no-such-model")
+        yield backend
+
+
+async def test_a_service_has_the_start_checkpoints_and_base_models(
+    service: TrainerBackend, tmp_path: Path
+) -> None:
+    start = await service.open_frozen("")
+    assert same(await start.logprobs(SEQUENCES[:3]), expected(TINY_MODEL)[:3], atol=1e-4)
+    assert start.folder == TINY_MODEL
+    base = await service.open_frozen("tiny-served")
+    assert same(await base.logprobs(SEQUENCES[:3]), await start.logprobs(SEQUENCES[:3]))
+    await trained(service)
+    saved = await service.client.save_state("teacher")
+    by_folder = await service.open_frozen(str(tmp_path / "teacher"))
+    by_path = await service.open_frozen(saved.path)
+    scores = await by_folder.logprobs(SEQUENCES[:3])
+    assert same(scores, await by_path.logprobs(SEQUENCES[:3]))
+    assert not same(scores, await start.logprobs(SEQUENCES[:3]), atol=1e-3)
+    await trained(service)
+    assert same(scores, await by_folder.logprobs(SEQUENCES[:3])), "its weights never change"
+    await first_token(by_path, SEQUENCES[0])
+    with pytest.raises((ConfigError, EngineError), match="no-such-model"):
+        await service.open_frozen("no-such-model")
+
+
+async def test_a_service_trains_two_policies(service: TrainerBackend, tmp_path: Path) -> None:
+    async def logprobs(backend: TrainerBackend) -> FloatArray:
+        output = await backend.client.forward([sft_datum([5, 9, 33, 2])], "cross_entropy")
+        return output.loss_fn_outputs[0]["logprobs"].to_numpy()
+
+    folder = tmp_path / "roles" / "rival"
+    rival = await service.open_policy("rival", "", checkpoint_dir=folder, restore=None)
+    before = await logprobs(service)
+    await trained(rival)
+    assert np.allclose(await logprobs(service), before, atol=1e-6)
+    saved = await logprobs(rival)
+    assert not np.allclose(saved, before, atol=1e-4)
+    for each in (rival, service):
+        await each.client.save_state("step_0001")
+    again = await service.open_policy("rival", "", checkpoint_dir=folder, restore="step_0001")
+    assert np.allclose(await logprobs(again), saved, atol=1e-5)

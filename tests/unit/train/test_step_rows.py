@@ -16,18 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollout_helpers import make_accepted, make_call, update
-from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.errors import AlignmentError
 from tinkerscript.ledger.rows import EpisodeRow, ResultRow, TokensRow, TrainedRow, Use
 from tinkerscript.ledger.tokens import TokenUse, TrainedSequence, unpacked_sequences
 from tinkerscript.rollouts.advantages import RolloutGroup
-from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, FloatArray
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.collector import Batch
-from tinkerscript.train.learner import Learner
 from tinkerscript.train.step_rows import (
     chat_rows,
     finding_rows,
@@ -38,6 +34,7 @@ from tinkerscript.train.step_rows import (
     trained_rows,
 )
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
+from trainer_fakes import LENIENT, made_learner
 
 TRAINED, CONSTRAINED, CORRECTED, LEFT_OUT = TokenUse
 
@@ -92,18 +89,9 @@ class Steps:
     among all that were seen."""
 
     def __init__(self, engine: EmbeddedEngine, *roles: str, **settings: Any) -> None:
-        chosen = {"steps": 10, "learning_rate": 1e-4, "on_misalignment": "warn", "max_mean_dlogp": 100.0}
-        config = TrainingConfig.model_validate(chosen | settings)
+        chosen = {"learning_rate": 1e-4, **LENIENT, **settings}
         self.learners = [
-            Learner(
-                engine.create_training_client(),
-                config,
-                model=TrainedModel(64),
-                report=AlignmentReport(),
-                seed=1,
-                role=role,
-            )
-            for role in ("", *roles)
+            made_learner(engine.create_training_client(), role=role, **chosen) for role in ("", *roles)
         ]
         self.numbers: dict[str, int] = {}
         self.trained: dict[tuple[str, str], TrainedRow] = {}

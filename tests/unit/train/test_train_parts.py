@@ -1,4 +1,4 @@
-"""Policy versions, the learner's schedule and minibatches, and the child processes of a run."""
+"""Policy versions, the child processes of a run, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ import psutil
 import pytest
 
 from interchange_helpers import until
-from rollout_helpers import update
 from run_ledger import KeptRows
-from tinkerscript.config import RunConfig, TrainingConfig
-from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.config import RunConfig
 from tinkerscript.errors import GatewayError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
@@ -28,33 +26,27 @@ from tinkerscript.ledger.rows import CheckpointRow, PublicationRow, StepRow, Tra
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.processes.launcher import Child
 from tinkerscript.processes.supervisor import ChildFailedError, Supervisor, run_beside
-from tinkerscript.rollouts.advantages import RolloutGroup
-from tinkerscript.rollouts.alignment import AlignmentReport
-from tinkerscript.rollouts.call import Call, pack_ids
-from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.rollouts.call import pack_ids
 from tinkerscript.sampler import SampleRequest
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train.alignment_check import TrainedModel
-from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.learner import Learner
 from tinkerscript.train.open_run import begin_run
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.run_folder import RunFolder
 from tinkerscript.train.run_status import RunStatus
+from trainer_fakes import ScriptedPublisher
 
 
-async def test_policy_versions_only_grow_also_over_restarts(engine: EmbeddedEngine) -> None:
+async def test_policy_versions_only_grow_also_over_restarts() -> None:
     ledger = KeptRows()
-    first = Policy(EmbeddedBackend(engine), ledger)
+    first = Policy(ScriptedPublisher(), ledger)
     assert [await first.publish(), await first.publish()] == [0, 1]
-    again = Policy(EmbeddedBackend(engine), ledger, version=1)
+    again = Policy(ScriptedPublisher(), ledger, version=1)
     assert again.version == 1
     assert await again.publish() == 2
     assert [row.policy_version for row in ledger.of(PublicationRow)] == [0, 1, 2]
 
 
-async def test_a_policy_version_is_in_the_ledger_before_it_samples(engine: EmbeddedEngine) -> None:
+async def test_a_policy_version_is_in_the_ledger_before_it_samples() -> None:
     class Slow(KeptRows):
         asked, committed = asyncio.Event(), asyncio.Event()
 
@@ -64,7 +56,7 @@ async def test_a_policy_version_is_in_the_ledger_before_it_samples(engine: Embed
             await self.committed.wait()
 
     ledger = Slow()
-    policy = Policy(EmbeddedBackend(engine), ledger)
+    policy = Policy(ScriptedPublisher(), ledger)
     publishing = asyncio.create_task(policy.publish())
     await ledger.asked.wait()
     assert policy.version == -1
@@ -75,72 +67,6 @@ async def test_a_policy_version_is_in_the_ledger_before_it_samples(engine: Embed
     await policy.sample(SampleRequest(prompt=pack_ids([5]), max_tokens=1))
 
 
-async def sampled_group(policy: Policy, rewards: list[float]) -> RolloutGroup:
-    """A group whose tokens the policy really sampled."""
-    request = SampleRequest(prompt=pack_ids([5, 6, 7]), max_tokens=9, num_samples=len(rewards))
-    result = await policy.sample(request)
-    episodes: list[EpisodeRollouts] = []
-    for i, (sequence, reward) in enumerate(zip(result.sequences, rewards, strict=True)):
-        call = Call(
-            call_id=f"c{i}",
-            parent_id=None,
-            new_prompt=request.prompt,
-            sampled=sequence.sampled,
-            logprobs=sequence.logprobs,
-            stop_reason=sequence.stop_reason,
-            policy_version=result.policy_version,
-        )
-        episodes.append(EpisodeRollouts(f"e{i}", reward, merge_calls([call], episode_uuid=f"e{i}"), (call,)))
-    return RolloutGroup("g", tuple(episodes))
-
-
-def make_learner(engine: EmbeddedEngine, report: AlignmentReport, **settings: object) -> Learner:
-    config = TrainingConfig.model_validate({"steps": 10, "learning_rate": 0.01, **settings})
-    client = engine.create_training_client()
-    return Learner(client, config, model=TrainedModel(engine.vocabulary), report=report, seed=1)
-
-
-async def test_an_update_raises_what_was_rewarded_and_measures_no_gap(engine: EmbeddedEngine) -> None:
-    policy = Policy(EmbeddedBackend(engine), KeptRows())
-    await policy.publish()
-    group = await sampled_group(policy, [1.0, 0.0, 0.0, 0.0])
-    report = AlignmentReport()
-    learner = make_learner(engine, report, grad_clip_norm=1.0)
-    before = await score(engine, group)
-    metrics = await update(learner, [group], step=1)
-    await policy.publish()
-    after = await score(engine, group)
-    assert after[0] > before[0]
-    assert report.max_abs_dlogp < 1e-4
-    assert report.step.metrics()["alignment/max_abs_dlogp"] == report.max_abs_dlogp
-    assert metrics["train/sequences"] == 4
-
-
-async def score(engine: EmbeddedEngine, group: RolloutGroup) -> list[float]:
-    """Log probability of each episode's sampled tokens under the current weights."""
-    import tinker
-
-    client = await engine.create_sampling_client()
-
-    totals: list[float] = []
-    for episode in group.episodes:
-        (rollout,) = episode.rollouts
-        logprobs = await client.compute_logprobs(tinker.ModelInput.from_ints(rollout.tokens.tolist()))
-        totals.append(sum(p for p, sampled in zip(logprobs, rollout.sampled, strict=True) if sampled and p))
-    return totals
-
-
-async def test_a_group_without_a_difference_changes_nothing(engine: EmbeddedEngine) -> None:
-    policy = Policy(EmbeddedBackend(engine), KeptRows())
-    await policy.publish()
-    group = await sampled_group(policy, [1.0, 1.0])
-    before = await score(engine, group)
-    metrics = await update(make_learner(engine, AlignmentReport()), [group], step=1)
-    await policy.publish()
-    assert await score(engine, group) == before
-    assert metrics["train/sequences"] == 0
-
-
 def child(tmp_path: Path, code: str, **extra: object) -> Child:
     return Child("child", lambda _: [sys.executable, "-c", code], tmp_path / "log", **extra)  # type: ignore[arg-type]
 
@@ -148,50 +74,57 @@ def child(tmp_path: Path, code: str, **extra: object) -> Child:
 UNTIL_STDIN_CLOSES = "import sys; sys.stdin.read()"
 
 
-async def test_a_killed_child_is_started_again_and_ended_at_last(tmp_path: Path) -> None:
-    notes: list[str] = []
-    deaths: list[tuple[int, int]] = []
-    restarted = asyncio.Event()
-    incarnations: list[int] = []
+async def test_a_killed_child_is_started_again_when_it_may_be_and_ended_at_last(tmp_path: Path) -> None:
+    notes, incarnations, deaths = list[str](), list[int](), list[tuple[int, int]]()
+    may, asked = asyncio.Event(), asyncio.Event()
 
     def argv(incarnation: int) -> list[str]:
         incarnations.append(incarnation)
-        if incarnation:
-            restarted.set()
-        return [sys.executable, "-c", UNTIL_STDIN_CLOSES]
+        return [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"]
+
+    def may_restart() -> bool:
+        asked.set()
+        return may.is_set()
 
     kept = Child("child", argv, tmp_path / "log", on_death=lambda i, code: deaths.append((i, code)))
+    kept.may_restart = may_restart
     async with Supervisor(max_restarts=2, note=notes.append) as supervisor:
         await supervisor.start(kept)
-        assert kept.process is not None
+        await until(lambda: "up" in kept.log.read_text())
         first = kept.process
+        assert first is not None
         os.kill(first.pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            await restarted.wait()
+        await asked.wait()
+        assert kept.restarts == 0
+        may.set()
+        await until(lambda: kept.log.read_text().count("up") == 2)
     assert deaths == [(0, -signal.SIGKILL)]
     assert notes == ["child died (signal 9); starting it again in 0.2 s"]
     assert incarnations == [0, 1]
     assert kept.process is not first
+    assert kept.process is not None
     assert kept.process.returncode == 0
 
 
-async def test_a_child_that_cannot_run_ends_the_work_with_its_last_words(tmp_path: Path) -> None:
-    broken = child(tmp_path, "import sys; sys.exit('no such thing')", fatal_codes=frozenset({1}))
-    async with Supervisor(max_restarts=5, note=print) as supervisor:
+@pytest.mark.parametrize(
+    ("code", "fatal", "restarts", "words"),
+    [
+        ("'no such thing'", {1}, 0, r"exit code 1\) after 0 restarts(.|\n)*no such thing"),
+        ("3", {}, 2, "code 3"),
+    ],
+)
+async def test_a_child_that_cannot_run_ends_the_work_with_its_last_words(
+    tmp_path: Path, code: str, fatal: Collection[int], restarts: int, words: str
+) -> None:
+    notes: list[str] = []
+    broken = child(tmp_path, f"import sys; sys.exit({code})", fatal_codes=frozenset(fatal))
+    async with Supervisor(max_restarts=2, note=notes.append) as supervisor:
         await supervisor.start(broken)
         forever = asyncio.create_task(asyncio.Event().wait())
-        with pytest.raises(ChildFailedError, match=r"exit code 1\) after 0 restarts(.|\n)*no such thing"):
+        with pytest.raises(ChildFailedError, match=words):
             await run_beside(supervisor, forever)  # type: ignore[arg-type]
         assert forever.cancelled()
-
-
-async def test_restarts_are_capped(tmp_path: Path) -> None:
-    notes: list[str] = []
-    async with Supervisor(max_restarts=2, note=notes.append) as supervisor:
-        await supervisor.start(child(tmp_path, "import sys; sys.exit(3)"))
-        with pytest.raises(ChildFailedError, match="exit code 3\\) after 2 restarts"):
-            await supervisor.failed()
-    assert len(notes) == 2
+    assert len(notes) == restarts
 
 
 GRANDCHILD = "import subprocess, sys; subprocess.Popen(['sleep', '600']); print('up', flush=True); "
@@ -230,54 +163,25 @@ async def test_what_a_child_has_started_ends_with_it(tmp_path: Path, how: str) -
     await until(lambda: not group(first))
 
 
-async def test_a_child_that_died_is_started_again_when_it_may_be(tmp_path: Path) -> None:
-    may, asked = asyncio.Event(), asyncio.Event()
-
-    def may_restart() -> bool:
-        asked.set()
-        return may.is_set()
-
-    kept = child(tmp_path, "print('up', flush=True); input()")
-    kept.may_restart = may_restart
-    async with Supervisor(max_restarts=1, note=print) as supervisor:
-        await supervisor.start(kept)
-        await until(lambda: "up" in kept.log.read_text())
-        supervisor.kill(kept)
-        await asked.wait()
-        assert kept.restarts == 0
-        may.set()
-        await until(lambda: kept.log.read_text().count("up") == 2)
-        may.clear()
-        asked.clear()
-    assert kept.restarts == 1
-
-
 def with_parent(code: str, **options: Any) -> subprocess.Popen[bytes]:
     argv = [sys.executable, "-m", "tinkerscript.processes.with_parent", sys.executable, "-c", code]
     return subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True, **options)
 
 
-@pytest.mark.parametrize("stubborn", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN); "])
-async def test_a_program_with_parent_ends_with_its_parent(tmp_path: Path, stubborn: str) -> None:
+@pytest.mark.parametrize("how", ["its parent ends", "it is stubborn", "its wrapper is killed"])
+async def test_a_program_with_parent_ends_with_its_parent(tmp_path: Path, how: str) -> None:
     path = tmp_path / "log"
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " if how == "it is stubborn" else ""
     code = f"import signal, time; {stubborn}{GRANDCHILD}time.sleep(600)"
     with path.open("wb") as log, with_parent(code, stdout=log) as process:
         await until(lambda: "up" in path.read_text())
         assert len(group(process.pid)) == 4
         assert process.stdin is not None
-        process.stdin.close()
-        await until(lambda: not group(process.pid))
-
-
-async def test_a_program_ends_with_its_wrapper_that_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    with (
-        path.open("wb") as log,
-        with_parent(f"import time; {GRANDCHILD}time.sleep(600)", stdout=log) as process,
-    ):
-        await until(lambda: "up" in path.read_text())
-        process.kill()
-        process.wait()
+        if how == "its wrapper is killed":
+            process.kill()
+            process.wait()
+        else:
+            process.stdin.close()
         await until(lambda: not group(process.pid))
 
 

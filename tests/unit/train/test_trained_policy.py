@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pydantic
@@ -15,25 +15,20 @@ from fastapi import HTTPException
 from rollout_helpers import make_accepted, make_call
 from run_ledger import KeptRows
 from small_models import sft_datum
-from tinkerscript.config import EngineConfig, RunConfig, TrainingConfig
+from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import EngineError, GatewayError
-from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.protocol import WorkflowOutput
-from tinkerscript.rollouts.alignment import AlignmentReport
-from tinkerscript.rollouts.call import FOREIGN_POLICY, Call, pack_ids
+from tinkerscript.rollouts.call import Call, pack_ids
 from tinkerscript.sampler import SampleRequest
 from tinkerscript.server.routes.episodes import _checked_reward  # pyright: ignore[reportPrivateUsage]
-from tinkerscript.train.alignment_check import TrainedModel
-from tinkerscript.train.backends import open_backend
+from tinkerscript.testing import ScriptedSampler
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed, usable
-from wire_setup import KEY, SDK_LEAVES_SOCKETS, wire_server
-
-pytestmark = SDK_LEAVES_SOCKETS
+from trainer_fakes import ScriptedPublisher, made_learner
 
 
 def accepted(uuid: str, *roles: str, reward: float = 0.0, **more: Any) -> EpisodeAccepted:
@@ -42,11 +37,8 @@ def accepted(uuid: str, *roles: str, reward: float = 0.0, **more: Any) -> Episod
     return make_accepted(uuid, reward, calls, **more)
 
 
-def policy(role: str, **settings: Any) -> Learner:
-    config = TrainingConfig.model_validate(settings)
-    return Learner(
-        cast(Any, None), config, model=TrainedModel(64), report=AlignmentReport(), seed=1, role=role
-    )
+def policy(role: str) -> Learner:
+    return made_learner(None, role=role)
 
 
 # Rewards
@@ -112,17 +104,6 @@ def test_a_policy_takes_its_own_calls_and_the_episodes_that_have_some() -> None:
     assert (rival.groups, rival.report.step.calls, rival.report.whole.calls) == ([], 0, 2)
 
 
-def test_an_episode_is_as_old_as_the_oldest_weights_that_sampled_any_of_it() -> None:
-    calls = [
-        make_call(None, [1], [2], policy_version=4),
-        make_call(None, [1], [2], role="rival", policy_version=2),
-        make_call(None, [1], [2], role="judge", policy_version=FOREIGN_POLICY),
-    ]
-    episode = accepted("e")
-    assert cast(Any, episode).policy_versions == set()
-    assert make_accepted(calls=calls).policy_versions == {2, 4}
-
-
 # What samples
 
 
@@ -152,32 +133,21 @@ async def test_each_policy_samples_from_its_own_weights_with_its_own_seeds(
             await made.sample(replaced(request, "judge"))
 
 
-async def test_the_seeds_of_a_result_that_is_kept_are_not_given_out_again(
-    random_model: Path, tmp_path: Path
-) -> None:
+async def test_the_seeds_of_a_result_that_is_kept_are_not_given_out_again() -> None:
     request = SampleRequest(prompt=pack_ids([5, 9]), max_tokens=1, role="rival")
-    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path) as engine:
-        backend = EmbeddedBackend(engine)
 
-        async def first_seeds(*taken: Call) -> list[int | None]:
-            made = Policy(backend, KeptRows(), seed=7)
-            made.add_trained("rival", backend)
-            if taken:
-                made.note(
-                    EpisodeAccepted(
-                        episode_uuid="e",
-                        attempt=1,
-                        client_uuid="c",
-                        reward=0,
-                        all_calls=list(taken),
-                    )
-                )
-            await made.publish(0)
-            return [(await made.sample(request)).seed for _ in range(2)]
+    async def first_seeds(*taken: Call) -> list[int | None]:
+        made, sampler = Policy(ScriptedPublisher(), KeptRows(), seed=7), ScriptedSampler(lambda _: [1])
+        made.add_trained("rival", ScriptedPublisher(sampler))
+        made.note(make_accepted("e", 0.0, taken))
+        await made.publish(0)
+        for _ in range(2):
+            await made.sample(request)
+        return [each.seed for each in sampler.requests]
 
-        first, second = await first_seeds()
-        assert await first_seeds(make_call(None, [1], [2], seed=first)) == [first, second], "of the policy"
-        assert (await first_seeds(make_call(None, [1], [2], seed=first, role="rival")))[0] == second
+    first, second = await first_seeds()
+    assert await first_seeds(make_call(None, [1], [2], seed=first)) == [first, second], "of the policy"
+    assert (await first_seeds(make_call(None, [1], [2], seed=first, role="rival")))[0] == second
 
 
 def replaced(request: SampleRequest, role: str, seed: int | None = None) -> SampleRequest:
@@ -247,29 +217,6 @@ async def test_a_checkpoint_of_another_kind_is_no_start(random_model: Path, tmp_
         backend = EmbeddedBackend(engine)
         with pytest.raises(EngineError, match=r"not a LoRA adapter"):
             await backend.open_policy("r", str(tmp_path / "whole"), checkpoint_dir=tmp_path, restore=None)
-
-
-async def test_a_service_of_tinkers_protocol_trains_two_policies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TINKER_API_KEY", KEY)
-    with wire_server(TINY_MODEL, tmp_path / "wire", name="tiny-served") as wire:
-        config = EngineConfig.model_validate({"backend": "tinker", "base_url": wire.url, "lora": {"rank": 4}})
-        opening = open_backend(
-            config, TINY_MODEL, checkpoint_dir=tmp_path, seed=1, restore=None, note=lambda _: None
-        )
-        async with opening as backend:
-            folder = tmp_path / "roles" / "rival"
-            rival = await backend.open_policy("rival", "", checkpoint_dir=folder, restore=None)
-            before = await logprobs(backend)
-            await trained(rival)
-            assert await logprobs(backend) == pytest.approx(before, abs=1e-6)
-            saved = await logprobs(rival)
-            assert abs(np.array(saved) - before).max() > 1e-4
-            for each in (rival, backend):
-                await each.client.save_state("step_0001")
-            again = await backend.open_policy("rival", "", checkpoint_dir=folder, restore="step_0001")
-            assert await logprobs(again) == pytest.approx(saved, abs=1e-5)
 
 
 # Configs

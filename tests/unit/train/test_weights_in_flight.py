@@ -17,11 +17,9 @@ from interchange_helpers import until
 from rollout_helpers import make_call, make_episode, make_group, update
 from run_ledger import KeptRows
 from small_models import sft_datum
-from tinkerscript.config import TrainingConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.errors import GatewayError
-from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.sampler import (
@@ -32,11 +30,10 @@ from tinkerscript.sampler import (
     SampleRequest,
     SampleResult,
 )
-from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.backend import Publisher
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.learner import Learner
 from tinkerscript.train.policy import Policy
+from trainer_fakes import made_learner
 
 # What is asked of each version
 
@@ -121,6 +118,9 @@ async def test_a_version_is_asked_for_the_rest_after_exactly_what_was_sampled() 
     ]
     assert [each.max_tokens for each in asked] == [9, 8, 7, 6], "all of it counts"
     assert [each.sampled for each in asked] == [0, 1, 2, 3]
+    seeds = [each.seed for each in asked]
+    assert (seeds[0], len(set(seeds))) == (result.seed, 4)
+    assert seeds == [each.seed for each in (await over_versions(4))[1]], "a repeated run has the same"
     (sequence,) = result.sequences
     assert unpack_ids(sequence.sampled).tolist() == [0, 1, 2, 3]
     assert unpack_logprobs(sequence.logprobs).tolist() == [0, -0.25, -0.5, -0.75]
@@ -132,14 +132,6 @@ async def test_a_version_is_asked_for_the_rest_after_exactly_what_was_sampled() 
     assert [(each.index, each.offset, unpack_ids(each.sampled).tolist()) for each in reports] == [
         (0, offset, [offset]) for offset in range(4)
     ]
-
-
-async def test_each_part_has_a_seed_of_its_own_that_a_repeated_run_has_too() -> None:
-    result, asked, _ = await over_versions(4)
-    seeds = [each.seed for each in asked]
-    assert result.seed == seeds[0]
-    assert len(set(seeds)) == 4
-    assert seeds == [each.seed for each in (await over_versions(4))[1]]
 
 
 async def test_each_choice_has_spans_of_its_own() -> None:
@@ -230,8 +222,9 @@ async def test_of_calls_over_publications_at_random_tokens_nothing_is_lost_or_do
 ) -> None:
     """Every token is there once, as the version of its span gives it after its own prefix."""
     flown, rng, calls = Flown(trainable), np.random.default_rng(5), list[Call]()
-    number = 700 if trainable.is_lora else 100  # Every second has two choices. Scoring them takes long.
-    until_next = 300
+    number = 700 if trainable.is_lora else 100  # Every second has two choices.
+    at_once = asyncio.Semaphore(100)  # Each publication makes the engine read all that run again.
+    until_next = number // 2
     await flown.publish()
 
     async def ask(choices: int) -> None:
@@ -244,11 +237,12 @@ async def test_of_calls_over_publications_at_random_tokens_nothing_is_lost_or_do
             streamed[news.index] += unpack_ids(news.sampled).tolist()
             until_next -= 1
             if until_next <= 0:
-                until_next = int(rng.integers(number // 10, number))
+                until_next = int(rng.integers(number // 2, 2 * number))
                 flown.wanted.set()
 
         request = SampleRequest(prompt=pack_ids(prompt), max_tokens=24, num_samples=choices)
-        result = await flown.policy.sample(request, report)
+        async with at_once:
+            result = await flown.policy.sample(request, report)
         calls.extend(recorded(prompt, result, sequence) for sequence in result.sequences)
         assert [unpack_ids(each.sampled).tolist() for each in result.sequences] == streamed
 
@@ -327,10 +321,8 @@ async def test_each_token_is_compared_and_trains_as_what_its_own_weights_sampled
         for ids, logprobs in choices
     ]
     episodes = [make_episode([call], float(i == 0), f"e{i}") for i, call in enumerate(calls)]
-    config = TrainingConfig.model_validate({"steps": 10, "learning_rate": 0.01})
-    found = AlignmentReport()
-    model = TrainedModel(trainable.vocabulary)
-    learner = Learner(flown.backend.client, config, model=model, report=found, seed=1)
+    learner = made_learner(flown.backend.client)
+    found = learner.report
     metrics = await update(learner, [make_group(episodes)], step=3, lag_of_version={0: 2, 1: 1, 2: 0})
     assert metrics["train/sequences"] == 4
     assert {lag: gap.tokens for lag, gap in found.whole.gaps.items()} == {2: 16, 1: 20, 0: 24}
