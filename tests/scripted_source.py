@@ -1,12 +1,16 @@
-"""Runs no episodes: an `EpisodeSource` that delivers what a test puts into it."""
+"""An `EpisodeSource` that runs no episodes and delivers what a test puts into it, and a collector of it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 from run_ledger import KeptRows
 from tinkerscript.ledger.rows import TrainedRow, Use
+from tinkerscript.testing import QuietReporter
+from tinkerscript.train.collector import Collector
 from tinkerscript.train.episode_source import EpisodeSource, PlannedEpisode
 from tinkerscript.trainer_link.messages import BatchProgress, Outcome
 
@@ -50,3 +54,17 @@ class ScriptedSource(KeptRows, EpisodeSource):
         """Sequence, step and reason of each episode that the ledger was told is left out."""
         assert {row.outcome for row in self.of(TrainedRow)} <= {Use.LEFT_OUT}
         return [(row.episode, row.step, row.reason) for row in self.of(TrainedRow)]
+
+
+@asynccontextmanager
+async def collecting(**options: Any) -> AsyncGenerator[tuple[Collector, ScriptedSource]]:
+    """A collector that runs. `options`: of `Collector`."""
+    source = ScriptedSource()
+    collector = Collector(source, QuietReporter(), group_size=2, **options)
+    running = asyncio.create_task(collector.run())
+    try:
+        async with asyncio.timeout(10):
+            yield collector, source
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

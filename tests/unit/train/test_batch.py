@@ -117,25 +117,18 @@ def test_a_batch_in_which_everything_failed_says_why() -> None:
     assert third.startswith("  1 x lease_expired")
 
 
-def test_a_hopeless_batch_is_not_waited_for() -> None:
+@pytest.mark.parametrize("own", ["", "worker-1-"])
+def test_a_hopeless_batch_is_not_waited_for(own: str) -> None:
+    """What fails at other clients ends no run whose own workers have not begun."""
     batch = Batch("evaluation before")
     planned(batch, 500, size=1)
-    failures(batch, HOPELESS_AFTER - 1)
-    batch.check_success()
-    end(batch, EpisodeFailed(episode_uuid="g31/0", failures=[]))
-    with pytest.raises(NoSuccessError, match="all 32 episodes"):
-        batch.check_success()
-
-
-def test_what_fails_at_other_clients_ends_no_run_whose_own_workers_have_not_begun() -> None:
-    batch = Batch("evaluation before")
-    planned(batch, HOPELESS_AFTER + 2, size=1)
-    failures(batch, HOPELESS_AFTER)
-    batch.check_success(own_clients="worker-1-")
-    both: list[dict[str, object]] = [{"client_uuid": "worker-1-0"}, {"client_uuid": "w-0"}]
-    end(batch, EpisodeFailed(episode_uuid=f"g{HOPELESS_AFTER}/0", failures=both))
-    with pytest.raises(NoSuccessError, match="all 33 episodes"):
-        batch.check_success(own_clients="worker-1-")
+    failures(batch, HOPELESS_AFTER if own else HOPELESS_AFTER - 1)
+    batch.check_success(own_clients=own)
+    last: list[dict[str, object]] = [{"client_uuid": "worker-1-0"}, {"client_uuid": "w-0"}] if own else []
+    number = len(batch.outcomes)
+    end(batch, EpisodeFailed(episode_uuid=f"g{number}/0", failures=last))
+    with pytest.raises(NoSuccessError, match=f"all {number + 1} episodes"):
+        batch.check_success(own_clients=own)
 
 
 @pytest.mark.parametrize("last", [accepted("g40/0"), None])
