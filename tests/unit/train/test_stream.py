@@ -369,16 +369,6 @@ async def test_a_step_starts_its_groups_and_the_extra_ones_and_cancels_what_is_l
     assert run.source.steps == [1]
 
 
-async def test_groups_without_a_difference_are_replaced_up_to_the_limit() -> None:
-    run = await world(0, steps=1, groups_per_step=1, batch_rule="differing_groups")
-    await run.take()
-    for position in range(MAX_TRIES):
-        assert not run.is_ready
-        await run.end_group(position, 1.0, 1.0)
-    assert len((await run.taken_step()).batch.groups) == MAX_TRIES
-    assert set(run.source.steps) == {1}, "the replacements too"
-
-
 @pytest.mark.parametrize("lag", [0, 2])
 async def test_a_step_of_which_every_episode_fails_is_set_aside(lag: int) -> None:
     run = await world(lag, steps=3, groups_per_step=1)
@@ -388,27 +378,6 @@ async def test_a_step_of_which_every_episode_fails_is_set_aside(lag: int) -> Non
     with pytest.raises(NoSuccessError, match="step 1: all 2 episodes that ended failed"):
         await run.taking
     assert [(row.step, row.outcome) for row in run.source.of(TrainedRow)] == [(1, Use.SET_ASIDE)] * 2
-
-
-@pytest.mark.parametrize(("groups", "missing"), [(1, 0), (2, 1)])
-async def test_an_interrupted_step_goes_on_with_what_it_had_and_registers_the_rest(
-    groups: int, missing: int
-) -> None:
-    """What has ended comes again, as what has not."""
-    run = await world(0, steps=2, groups_per_step=groups)
-    await run.take()
-    await run.end_group(0)
-    if missing:  # It was never registered.
-        run.source.episodes = {u: e for u, e in run.source.episodes.items() if e.planned.position == 0}
-    run.source.started.clear()
-    await run.resume(0)
-    await run.take()
-    assert len(run.source.started) == missing * SIZE
-    for position in range(1, groups):
-        await run.end_group(position)
-    batch = (await run.taken_step()).batch
-    assert (batch.label, len(batch.outcomes)) == ("step 1", groups * SIZE)
-    assert [payload["position"] for payload in batch.payloads.values()] == [0, 0, 1, 1][: groups * SIZE]
 
 
 async def test_what_a_step_lost_is_not_replaced_by_the_run_that_goes_on() -> None:
@@ -421,19 +390,6 @@ async def test_what_a_step_lost_is_not_replaced_by_the_run_that_goes_on() -> Non
     run.source.started.clear()
     await run.take()
     assert (names(await run.taken_step()), run.source.started) == ([0], [])
-
-
-async def test_without_samples_of_its_own_a_step_takes_those_of_clients() -> None:
-    source = ScriptedSource()
-    collector = Collector(source, QuietReporter(), group_size=2)
-    config = TrainingConfig(steps=1, groups_per_step=1, group_size=2)
-    lags = PolicyLags(config, {0: 0}, max_lag=1)
-    stream = GroupStream(source, collector, QuietReporter(), config, None, lags)
-    stream.restore(History(planned=[PlannedRow(episode_uuid="x", group_id="g", position=0, step=1)]))
-    await stream.published(0)
-    collector.receive([make_accepted(uuid, group_id="G", pool="w") for uuid in ("a", "b")])
-    step = await stream.take(1, version=0)
-    assert (step.batch.outcomes.keys(), step.cancelled, source.started) == ({"a", "b"}, 0, [])
 
 
 @settings(max_examples=100, deadline=None)
@@ -489,21 +445,6 @@ def naive_number(episodes: list[Episode], rule: str, needed: int, extra: int) ->
 # Above
 
 
-async def test_groups_start_beside_the_steps_as_many_as_can_train_in_time() -> None:
-    run = await world(1, steps=5, groups_per_step=2)
-    assert run.source.positions == [0, 0, 1, 1, 2, 2, 3, 3], "(S + L + 1) G of them"
-    await run.take()
-    for position in (2, 1):
-        assert not run.is_ready
-        await run.end_group(position)
-    assert names(await run.taken_step()) == [1, 2], "in the order in which they started"
-    assert run.source.positions[8:] == [], "L steps' worth are in flight while the step trains"
-    await run.train()
-    assert run.source.positions[8:] == [4, 4, 5, 5]
-    assert run.source.steps == [1, 2]
-    assert run.source.cancelled == []
-
-
 async def test_a_step_waits_for_groups_that_would_be_too_old_and_says_so() -> None:
     run = await world(1, steps=5, groups_per_step=2)
     await run.take()
@@ -523,22 +464,6 @@ async def test_a_step_waits_for_groups_that_would_be_too_old_and_says_so() -> No
     assert (names(step), step.max_lag, step.stale) == ([0, 3], 1, {})
     assert step.wait_stale_s is not None
     assert 0 < step.wait_stale_s <= step.collected - step.began < 60
-
-
-async def test_a_step_leaves_no_more_behind_than_later_ones_can_train_in_time() -> None:
-    """Else more than a step's worth of groups would have to train in one step."""
-    run = await world(2, steps=6, groups_per_step=2)
-    await run.take()
-    for position in (0, 1):
-        await run.end_group(position)
-    await run.taken_step()
-    await run.train()
-    await run.take()
-    for position in (6, 7, 4):
-        await run.end_group(position)
-        assert not run.is_ready, "2 to 5 could train in step 3 at the latest"
-    await run.end_group(2)
-    assert names(await run.taken_step()) == [2, 4]
 
 
 async def test_an_extra_group_leaves_in_the_last_step_that_could_train_it() -> None:
@@ -575,27 +500,6 @@ async def test_a_step_waits_for_the_judge_of_a_group_that_has_ended() -> None:
     assert names(await run.taken_step()) == [0, 1]
 
 
-async def test_a_late_group_keeps_its_rewards_where_the_step_does_not_wait() -> None:
-    run = await world(1, steps=4, groups_per_step=1, on_stale="drop")
-    for position in (1, 2):
-        await run.take()
-        await run.end_group(position)
-        assert names(await run.taken_step()) == [position]
-        await run.train()
-    assert run.source.positions == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4], "the late group holds up none"
-    old, new = [uuid for uuid, each in run.source.episodes.items() if each.planned.position == 0]
-    run.source.episodes[old].versions = {0}
-    await run.end(old, new)
-    await run.take()
-    assert not run.is_ready, "it counts for no step"
-    await run.end_group(3)
-    step = await run.taken_step()
-    assert names(step) == [0, 3]
-    assert step.stale == {old: "stale: 2 steps old"}
-    (_, late), _ = step.groups
-    assert [each.episode_uuid for each in late] == [old, new]
-
-
 async def test_equal_groups_hold_no_place_and_leave_with_the_next_step() -> None:
     run = await world(1, steps=4, groups_per_step=1, batch_rule="differing_groups")
     await run.take()
@@ -606,22 +510,6 @@ async def test_equal_groups_hold_no_place_and_leave_with_the_next_step() -> None
         assert not run.is_ready
         await run.end_group(position, 1.0, 1.0)
     assert names(await run.taken_step()) == [0, 1, 2, 3, 4], "with what there is: it has tried often enough"
-
-
-async def test_what_is_left_when_the_run_ends_is_cancelled_and_the_ledger_is_told() -> None:
-    run = await world(1, steps=1, groups_per_step=1, extra_groups=1)
-    assert run.source.positions == [0, 0, 1, 1], "no more than there are steps for, and the extra one"
-    await run.take()
-    await run.end_group(1)
-    await run.taken_step()
-    await run.train()
-    await run.end(run.running[0])
-    run.stream.end()
-    await run.cancel()
-    await run.collector.settled()
-    reason = "the run ended before a step could take its group"
-    assert run.source.left_out == [(1, 1, reason), (2, 1, "cancelled: enough")]
-    assert run.source.reasons[-1] == reason
 
 
 async def test_samples_whose_groups_undone_weights_sampled_come_first_in_line() -> None:
@@ -736,6 +624,7 @@ async def act(run: World, data: st.DataObject) -> None:
 
 def check_capacity(run: World) -> None:
     config = run.config
+    assert len(run.evaluator._begun) <= run.holds + 1
     if config.on_stale == "wait" and config.batch_rule == "groups" and not config.extra_groups:
         started = [name for name, is_undone in run.groups() if not is_undone]
         assert len(started) <= (run.step + run.lag + 1) * config.groups_per_step
