@@ -203,7 +203,6 @@ def test_no_tokenizer_is_fetched_from_a_url_that_a_run_names(
     ("change", "problem"),
     [
         ("UPDATE calls SET call = x'00ff' WHERE episode = 2", "episode 'b' cannot be read .*array"),
-        ("UPDATE calls SET call = x'28B52FFD00FF' WHERE episode = 2", "episode 'b' cannot be read"),
         (
             "UPDATE episodes SET reward = 9e999 WHERE uuid = 'b'",
             "'b' cannot be read .ValueError.*a finite number",

@@ -17,7 +17,6 @@ from tinkerscript.rollouts.call import Call, conversation_of
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.inspect_logs import write_logs
-from tinkerscript.train.step_metrics import by_task
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -90,7 +89,8 @@ async def test_an_episode_of_a_task_has_messages_scores_and_tokens(tmp_path: Pat
         an_episode("a", 1.0, TWO_TURNS, metadata=METADATA, log_metrics={"turns": 2.0}),
         an_episode("b", 0.0, TWO_TURNS[:1]),
     ]
-    first, second = await written(tmp_path, outcomes, {"a": payload, "b": payload})
+    rule = AdvantageRule("leave_one_out", "none")
+    first, second = await written(tmp_path, outcomes, {"a": payload, "b": payload}, rule)
     assert [(s.id, s.epoch, s.input, s.target) for s in (first, second)] == [
         (5, 1, "1+1?", "2"),
         (5, 2, "1+1?", "2"),
@@ -109,7 +109,7 @@ async def test_an_episode_of_a_task_has_messages_scores_and_tokens(tmp_path: Pat
         "sampled_ids": [[7, 8], [7, 8]],
     }
     training = first.metadata["training"]
-    assert (training["advantage"], training["policy_versions"]) == (0.5, [3])
+    assert (training["advantage"], training["policy_versions"]) == (1.0, [3])
     assert training["logprobs"] == [[-0.5, -1.0]] * 2
     assert second.scores is not None
     assert second.scores["reward"].value == 0.0
@@ -126,19 +126,10 @@ async def test_an_episode_of_a_client_without_messages_is_shown_too(tmp_path: Pa
     assert "narrator" in strange.metadata["not_shown"]
 
 
-async def test_the_advantage_is_that_of_the_runs_rule(tmp_path: Path) -> None:
-    outcomes = [an_episode("a", 1.0, TWO_TURNS), an_episode("b", 0.0, TWO_TURNS)]
-    rule = AdvantageRule("leave_one_out", "none")
-    shown = await written(tmp_path, outcomes, {}, rule)
-    assert [sample.metadata["training"]["advantage"] for sample in shown] == [1.0, -1.0]
-
-
 @pytest.mark.parametrize(
     "metadata",
     [
         {"explanations": "it was right"},
-        {"explanations": {"match": "right"}, "scores": [1.0]},
-        {"explanations": ["a"], "scores": 3},
         {"explanations": {"match": {"answer": 4, "explanation": ["x"]}}, "scores": {"match": 1.0}},
         {"explanations": {"match": {"answer": "4"}}, "scores": {"match": {"a": 1}, "match/b": "c"}},
     ],
@@ -149,13 +140,6 @@ async def test_what_a_script_says_in_its_own_shape_is_passed_over(
     (sample,) = await written(tmp_path, [an_episode("a", 1.0, TWO_TURNS, metadata=metadata)], {})
     assert sample.scores
     assert sample.metadata["training"]["metadata"] == metadata
-
-
-def test_a_step_of_one_of_the_runs_tasks_has_that_tasks_reward() -> None:
-    outcomes = [an_episode("a", 1.0, TWO_TURNS), an_episode("b", 0.0, TWO_TURNS)]
-    task_of = {"a": "one", "b": "one"}
-    assert by_task(outcomes, task_of, "reward", tasks=["one", "two"]) == {"reward/one": 0.5}
-    assert by_task(outcomes, task_of, "reward", tasks=["one"]) == {}
 
 
 async def test_a_step_that_is_repeated_replaces_its_log(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tinkerscript.errors import ConfigError
 from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.trainers import to_training_datum
 from tinkerscript.train.learner import divisors
-from tinkerscript.train.token_advantages import correct, covariant_tokens, keep_top_entropy
+from tinkerscript.train.token_advantages import correct, covariant_tokens
 
 BATCH = recorded_batch()
 MASK = BATCH.mask
@@ -112,14 +112,6 @@ def test_a_ratio_beyond_all_numbers_is_a_number() -> None:
 def test_parts_that_contradict_each_other_are_refused_by_name(given: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(f"training: {{rollout_correction: {given}}}", source="run.yaml")
-
-
-def test_the_tokens_of_highest_entropy_train() -> None:
-    kept = keep_top_entropy(batch(), BATCH.of_sequences(BATCH.entropies), 0.2)
-    trains = BATCH.of_replies([item.advantages for item in kept])[MASK] > 0
-    entropies = BATCH.entropies[MASK]
-    assert trains.mean() == pytest.approx(0.2, abs=0.02)
-    assert entropies[trains].min() >= entropies[~trains].max()
 
 
 @pytest.mark.parametrize("has_band", [False, True])

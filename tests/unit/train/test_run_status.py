@@ -112,18 +112,6 @@ async def test_how_a_run_ends_is_its_last_word(
     assert (said["state"], said["failure"]) == (state, failure)
 
 
-async def test_changes_that_come_together_are_said_together(status: RunStatus) -> None:
-    ledger = KeptRows()
-    status.write_into(ledger)
-    await until(lambda: len(ledger.kept) == 1)
-    with status.phase("step 1", total=100) as phase:
-        for _ in range(100):
-            phase.advance(1)
-    await until(lambda: len(ledger.kept) == 2)
-    await status.end(None)
-    assert len(ledger.kept) == 3
-
-
 class Failing(KeptRows):
     """A ledger that is gone."""
 

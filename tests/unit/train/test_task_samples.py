@@ -19,6 +19,7 @@ from tinkerscript.train.samples import TaskSamples
 FILE = """
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
+from inspect_ai.model import GenerateConfig
 
 def samples(name, number):
     return Task(dataset=[Sample(id=f"{name}{i}", input=f"{name} {i}") for i in range(number)])
@@ -34,6 +35,10 @@ def many(held_out: bool = False, number: int = 7):
 @task
 def level(hard):
     return samples("hard", 3 // hard)
+
+@task
+def tuned(temperature=0.5):
+    return Task(dataset=[Sample(id="s", input="Hi")], config=GenerateConfig(temperature=temperature))
 
 @task
 def none():
@@ -133,17 +138,10 @@ def test_the_runs_seed_decides_the_order_of_its_samples(tasks: list[WeightedTask
     assert sorted(orders[0]) == sorted(orders[2])
 
 
-def test_a_task_that_asks_for_the_most_probable_token_is_known_before_the_run(tmp_path: Path) -> None:
-    (tmp_path / "tasks.py").write_text(
-        "from inspect_ai import Task, task\n"
-        "from inspect_ai.dataset import Sample\n"
-        "from inspect_ai.model import GenerateConfig\n"
-        "@task\n"
-        "def tuned(temperature=0.5):\n"
-        "    config = GenerateConfig(temperature=temperature)\n"
-        "    return Task(dataset=[Sample(id='s', input='Hi', target='x')], config=config)\n"
-    )
+def test_a_task_that_asks_for_the_most_probable_token_is_known_before_the_run(
+    tasks: list[WeightedTaskConfig],
+) -> None:
+    name = tasks[0].name.replace("@few", "@tuned")
     for temperature, greedy in ((0, ["tasks.py@tuned"]), (0.5, [])):
-        task = {"name": f"{tmp_path}/tasks.py@tuned", "train_args": {"temperature": temperature}}
-        config = RunConfig.model_validate({"task": task})
-        assert TaskSamples(config.all_tasks, seed=1).greedy == greedy
+        task = WeightedTaskConfig(name=name, train_args={"temperature": temperature})
+        assert TaskSamples([task], seed=1).greedy == greedy

@@ -95,9 +95,6 @@ def test_what_does_the_same_is_the_same_whatever_its_file_looks_like(
     files = [(folder / "tokenizer.json").read_text() for folder in (byte_model, other)]
     assert files[0] != files[1]
     check_same_tokenizer(byte_model, other, whose="the judge")
-    same = tmp_path / "copy"
-    shutil.copytree(byte_model, same)
-    check_same_tokenizer(byte_model, same, whose="the judge")
 
 
 async def test_a_server_is_asked_about_every_token_of_the_vocabulary() -> None:
@@ -120,7 +117,7 @@ async def test_a_server_is_asked_about_every_token_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize(
     ("change", "difference"),
-    [(another_end, r"at '<\|im_end\|>.*' its id is"), (merge_otherwise, ""), (one_token_more, "")],
+    [(another_end, r"at '<\|im_end\|>.*' its id is"), (merge_otherwise, "")],
 )
 async def test_a_server_with_another_tokenizer_is_refused_by_the_first_text(
     byte_model: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], difference: str
