@@ -17,22 +17,21 @@ import torch
 
 from rollout_helpers import make_accepted, make_call, make_episode, make_group, update
 from small_models import sft_datum
-from tinkerscript.config import DistillationConfig, RunConfig, TrainingConfig
+from tinkerscript.config import DistillationConfig, RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import ConfigError, EngineError
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.model_folder import TINY_MODEL
 from tinkerscript.rollouts.advantages import RolloutGroup
-from tinkerscript.rollouts.alignment import AlignmentReport
 from tinkerscript.rollouts.call import FloatArray, IntArray
 from tinkerscript.testing import QuietReporter, ScriptedSampler
-from tinkerscript.train.alignment_check import TrainedModel
 from tinkerscript.train.backends.backend import FrozenModel
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.learner import Learner
 from tinkerscript.train.token_advantages import Distillation, KLPenalty, open_distillation
 from tinkerscript.trainer_link.messages import EpisodeFailed, usable
+from trainer_fakes import LENIENT, NotingClient, made_learner
 
 
 class ScriptedTeacher(FrozenModel):
@@ -73,18 +72,9 @@ def items(*episodes: Any) -> Any:
     return list(make_group(list(episodes)).weighted())
 
 
-def distillation(teacher: FrozenModel | None = None, **more: Any) -> Distillation:
+def distillation(model: FrozenModel | None = None, **more: Any) -> Distillation:
     config = DistillationConfig.model_validate({"teacher": "t", **more})
-    return Distillation(teacher or ScriptedTeacher(TEACHER), config, renderer=renderer)
-
-
-# By hand: d = log p - log p(teacher) is -1 + 0.5, -1 + 3, -2 + 1 = -0.5, 2, -1; the mean is 1/6.
-
-
-async def test_each_token_is_charged_its_own_divergence() -> None:
-    (item,), mean = await distillation().apply(items(one_turn(1.0)))
-    np.testing.assert_allclose(item.advantages, [0, 0, 0.5, -2.0, 1.0], atol=1e-6)
-    assert mean == pytest.approx(1 / 6)
+    return Distillation(model or ScriptedTeacher(TEACHER), config, renderer=renderer)
 
 
 async def test_only_tokens_with_loss_are_charged_and_counted() -> None:
@@ -219,62 +209,17 @@ def test_an_episode_of_another_kind_is_not_read_by_the_teacher() -> None:
     assert usable(evaluated, check_for_teacher=distillation().check) is evaluated
 
 
-async def test_the_contexts_of_a_step_reach_the_teacher(engine: EmbeddedEngine) -> None:
-    """Two sequences whose policy and teacher agree but for what the teacher was told."""
-    teacher = ScriptedTeacher(TEACHER)
-    messages = json.dumps(asked("2+2?"))
-    prompt = renderer().render(asked("2+2?"), [])
-    call = make_call(None, [5, 6], [11, 12], messages=messages)
-    made, _ = learner(engine, teacher)
-    made.take([("g", [make_accepted("a", 1.0, [call], metadata={"teacher_context": "It is 4."})])])
-    await made.check(step=1)
-    told = renderer().render(asked("2+2?\n\nIt is 4."), [])
-    assert told != prompt
-    assert teacher.asked == [[*told, 11, 12]]
-
-
 # What trains
 
 
-def settings(**more: Any) -> TrainingConfig:
-    chosen = {
-        **{"steps": 10, "learning_rate": 0.01, "on_misalignment": "warn", "max_mean_dlogp": 100.0},
-        **{"loss_fn": "importance_sampling", "grad_clip_norm": 0},
-    }
-    return TrainingConfig.model_validate(chosen | more)
-
-
-class Noted:
-    """The engine's client; keeps the datums and the losses that it is given."""
-
-    def __init__(self, engine: EmbeddedEngine) -> None:
-        self.client = engine.create_training_client()
-        self.given: list[tuple[str, list[tinker.Datum]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.client, name)
-
-    def forward_backward(self, data: list[tinker.Datum], loss_fn: Any, config: Any, **more: Any) -> Any:
-        self.given.append((loss_fn, data))
-        return self.client.forward_backward(data, loss_fn, config, **more)
-
-
 def learner(
-    engine: EmbeddedEngine, teacher: FrozenModel | None = None, more: Any = None, **section: Any
-) -> tuple[Learner, Noted]:
-    config = settings(distillation={"teacher": "t", **section}, **(more or {}))
-    client: Any = Noted(engine)
-    made = Learner(
-        client,
-        config,
-        model=TrainedModel(64),
-        report=AlignmentReport(),
-        seed=1,
-        distillation=Distillation(
-            teacher or ScriptedTeacher(TEACHER), config.distillation, renderer=renderer
-        ),
-    )
-    return made, client
+    engine: EmbeddedEngine, teacher: FrozenModel | None = None, **section: Any
+) -> tuple[Learner, NotingClient]:
+    client = NotingClient(engine.create_training_client())
+    more = {**LENIENT, "loss_fn": "importance_sampling", "grad_clip_norm": 0}
+    section = {"teacher": "t", **section}
+    made = distillation(teacher, **section)
+    return made_learner(client, teacher=made, distillation=section, **more), client
 
 
 def advantages(data: list[tinker.Datum]) -> list[list[float]]:
@@ -286,6 +231,7 @@ def pair(*rewards: float) -> RolloutGroup:
 
 
 PURE = [0.0, 0.5, -2.0, 1.0]
+"""By hand: d = log p - log p(teacher) is -1 + 0.5, -1 + 3, -2 + 1, and each token is charged its own."""
 
 
 async def test_a_group_of_equal_rewards_trains_on_the_teacher(engine: EmbeddedEngine) -> None:
@@ -293,30 +239,28 @@ async def test_a_group_of_equal_rewards_trains_on_the_teacher(engine: EmbeddedEn
     metrics = await update(made, [pair(1.0, 1.0)], step=1)
     assert metrics["train/sequences"] == 2
     assert metrics["distillation/teacher_kl"] == pytest.approx(1 / 6)
-    ((loss_fn, data),) = client.given
-    assert loss_fn == "importance_sampling"
-    # Two sequences share the step: each has half.
-    assert advantages(data) == [[x / 2 for x in PURE]] * 2
+    assert client.losses == [("importance_sampling", None)]
+    assert advantages(client.trained) == [[x / 2 for x in PURE]] * 2, "each sequence has half of the step"
     assert len(made.replayable) == 1
     (shown, _) = made.advantages.values()
     np.testing.assert_allclose(shown[1:], PURE)
 
 
 async def test_a_single_episode_is_a_group(engine: EmbeddedEngine) -> None:
-    made, client = learner(engine, more={"group_size": 1, "advantage_baseline": "leave_one_out"})
-    assert (await update(made, [pair(1.0)], step=1))["train/sequences"] == 1
-    assert advantages(client.given[0][1]) == [PURE]
-
-
-async def test_rewards_have_no_part_unless_they_are_given_a_weight(engine: EmbeddedEngine) -> None:
     made, client = learner(engine)
+    assert made.config.min_group == 1
+    assert (await update(made, [pair(1.0)], step=1))["train/sequences"] == 1
+    assert advantages(client.trained) == [PURE]
+
+
+@pytest.mark.parametrize("weight", [0.0, 3.0])
+async def test_rewards_have_the_part_that_their_weight_gives_them(
+    engine: EmbeddedEngine, weight: float
+) -> None:
+    made, client = learner(engine, reward_coef=weight)
     await update(made, [pair(1.0, 0.0)], step=1)
-    assert advantages(client.given[0][1]) == [[x / 2 for x in PURE]] * 2
-    mixed, client = learner(engine, reward_coef=3.0)
-    await update(mixed, [pair(1.0, 0.0)], step=1)
-    # Their advantages are 0.5 and -0.5, times 3.
-    expected = [[0.0, *((x + a) / 2 for x in PURE[1:])] for a in (1.5, -1.5)]
-    assert sorted(advantages(client.given[0][1])) == sorted(expected)
+    expected = [[0.0, *((x + weight * a) / 2 for x in PURE[1:])] for a in (0.5, -0.5)]
+    assert sorted(advantages(client.trained)) == sorted(expected)
 
 
 # The teacher
@@ -327,7 +271,7 @@ async def test_nothing_trains_without_the_teacher(engine: EmbeddedEngine) -> Non
     made, client = learner(engine, teacher)
     with pytest.raises(EngineError, match="it is gone"):
         await update(made, [pair(1.0, 0.0)], step=1)
-    assert client.given == []
+    assert client.trained == []
 
 
 @pytest.fixture
@@ -342,49 +286,11 @@ def run_config(**role: Any) -> RunConfig:
     )
 
 
-async def test_the_start_is_a_teacher_of_no_divergence(backend: EmbeddedBackend, random_model: Path) -> None:
-    opening = open_distillation(run_config(), backend, folder=random_model, progress=QuietReporter())
-    async with opening as made:
-        assert made is not None
-        ids = np.array([5, 6, 11, 12, 13], np.int32)
-        (row,) = await backend.start_logprobs([ids])
-        call = make_call(None, [5, 6], [11, 12, 13], logprobs=row[2:].tolist())
-        (item,), mean = await made.apply(items(make_episode([call])))
-        assert mean == pytest.approx(0, abs=1e-6)
-        np.testing.assert_allclose(item.advantages, 0, atol=1e-6)
-    async with open_distillation(
-        RunConfig(), backend, folder=random_model, progress=QuietReporter()
-    ) as nothing:
-        assert nothing is None
-
-
-async def test_teacher_and_policy_are_compared_at_the_temperature_of_each_token(
-    backend: EmbeddedBackend, random_model: Path
-) -> None:
-    """The policy's own weights diverge from it by nothing, with its log probabilities by plain torch."""
-    ids = np.array([5, 6, 11, 12, 7, 13, 14], np.int32)
-    model = load_model(random_model)
-    with torch.no_grad():
-        logits = model(torch.from_numpy(ids[None, :-1].astype(np.int64))).logits[0]
-    temperatures = np.array([1, 1, 0.7, 0.7, 1, 1.3, 1.3], np.float32)
-    scaled = (logits / torch.from_numpy(temperatures[1:, None])).log_softmax(-1)
-    rows = scaled[torch.arange(6), torch.from_numpy(ids[1:].astype(np.int64))].tolist()
-    first = make_call(None, ids[:2].tolist(), ids[2:4].tolist(), logprobs=rows[1:3], temperature=0.7)
-    second = make_call(first, [7], ids[5:].tolist(), logprobs=rows[4:], temperature=1.3)
-    opening = open_distillation(run_config(), backend, folder=random_model, progress=QuietReporter())
-    async with opening as made:
-        assert made is not None
-        assert made.scales_logits
-        _, mean = await made.apply(items(make_episode([first, second])))
-        assert mean == pytest.approx(0, abs=1e-6)
-    penalty = KLPenalty(backend.start_logprobs, coef=1.0)
-    assert (await penalty.apply(items(make_episode([first, second]))))[1] == pytest.approx(0, abs=1e-6)
-
-
 async def test_a_teachers_most_probable_tokens_are_a_loss(
     backend: EmbeddedBackend, random_model: Path
 ) -> None:
-    """The policy has moved away from the teacher, which is the start: loss and gradient are plain torch's."""
+    """The policy has moved away from the teacher, which is the start: loss, gradient and divergences at the
+    temperature of each token are plain torch's."""
     for _ in range(2):
         await backend.client.forward_backward([sft_datum([5, 9, 33, 2])], "cross_entropy")
         await backend.client.optim_step(tinker.AdamParams(learning_rate=0.02))
@@ -407,29 +313,24 @@ async def test_a_teachers_most_probable_tokens_are_a_loss(
     rows = p[torch.arange(6), torch.from_numpy(ids[1:])].tolist()
     first = make_call(None, [5, 6], [11, 12], logprobs=rows[1:3], temperature=0.7)
     second = make_call(first, [7], [13, 14], logprobs=rows[4:], temperature=1.3)
+    group = make_group([make_episode([first, second], 1.0)])
     taught = {"teacher": "t", "top_k": 3}
     config = RunConfig.model_validate(
         {"roles": {"t": {"kind": "frozen"}}, "training": {"distillation": taught}}
     )
     async with open_distillation(config, backend, folder=random_model, progress=QuietReporter()) as made:
-        learner = Learner(
-            backend.client,
-            TrainingConfig.model_validate(
-                {
-                    **{"learning_rate": 1e-12, "loss_mean": "tokens", "group_size": 1, "grad_clip_norm": 0},
-                    "distillation": taught,
-                }
-            ),
-            model=TrainedModel(64),
-            report=AlignmentReport(),
-            seed=1,
-            distillation=made,
-        )
-        metrics = await update(learner, [make_group([make_episode([first, second], 1.0)])], step=1)
+        more = {"learning_rate": 1e-12, "loss_mean": "tokens", "group_size": 1, "grad_clip_norm": 0}
+        learner = made_learner(backend.client, teacher=made, distillation=taught, **more)
+        metrics = await update(learner, [group], step=1)
     assert metrics["train/loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
     assert metrics["train/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     sampled = (p - t)[torch.arange(6), torch.from_numpy(ids[1:])][[1, 2, 4, 5]].mean()
-    assert metrics["distillation/teacher_kl"] == pytest.approx(float(sampled.detach()), abs=1e-5)
+    divergences = [
+        metrics["distillation/teacher_kl"],
+        (await distillation(await backend.open_frozen("")).apply(list(group.weighted())))[1],
+        (await KLPenalty(backend.start_logprobs, coef=1.0).apply(list(group.weighted())))[1],
+    ]
+    assert divergences == pytest.approx([float(sampled.detach())] * 3, abs=1e-5)
 
 
 async def test_a_teacher_with_other_tokens_is_refused_before_the_first_episode(
@@ -441,52 +342,32 @@ async def test_a_teacher_with_other_tokens_is_refused_before_the_first_episode(
             pass
 
 
+TAUGHT = {"distillation": {"teacher": "t"}}
+OUTSIDE = {"kind": "outside", "base_url": "http://h", "model": "m"}
+FROZEN = {"kind": "frozen"}
+
+
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("roles", "training", "reason"),
     [
-        ({"training": {"distillation": {"teacher": "t"}}}, "'t' is not one of the roles .* which are none"),
+        ({}, TAUGHT, "'t' is not one of the roles .* which are none"),
+        ({"t": OUTSIDE, "u": FROZEN}, TAUGHT, "'t' is not one of the roles of kind: frozen, which are u"),
+        ({}, {"group_size": 1}, "group_size: 1 leaves nothing to compare"),
         (
-            {
-                "roles": {
-                    "t": {"kind": "outside", "base_url": "http://h", "model": "m"},
-                    "u": {"kind": "frozen"},
-                },
-                "training": {"distillation": {"teacher": "t"}},
-            },
-            "'t' is not one of the roles of kind: frozen, which are u",
-        ),
-        ({"training": {"group_size": 1}}, "group_size: 1 leaves nothing to compare"),
-        (
-            {"training": {"group_size": 1, "distillation": {"teacher": "t", "reward_coef": 1}}},
+            {},
+            {"group_size": 1, "distillation": {"teacher": "t", "reward_coef": 1}},
             "group_size: 1 leaves nothing to compare",
         ),
+        ({}, {"batch_rule": "differing_groups", **TAUGHT}, "differing_groups would replace groups"),
         (
-            {"training": {"batch_rule": "differing_groups", "distillation": {"teacher": "t"}}},
-            "differing_groups would replace groups",
-        ),
-        (
-            {
-                "roles": {"t": {"kind": "frozen", "base_url": "http://h"}},
-                "training": {"distillation": {"teacher": "t", "top_k": 3}},
-            },
-            "top_k: 3 needs a teacher in the trainer",
-        ),
-        (
-            {
-                "roles": {"t": {"kind": "frozen"}},
-                "engine": {"backend": "tinker"},
-                "training": {"distillation": {"teacher": "t", "top_k": 3}},
-            },
+            {"t": {**FROZEN, "base_url": "http://h"}},
+            {"distillation": {"teacher": "t", "top_k": 3}},
             "top_k: 3 needs a teacher in the trainer",
         ),
     ],
 )
-def test_what_could_not_train_is_refused(config: dict[str, Any], reason: str) -> None:
+def test_what_could_not_train_is_refused(
+    roles: dict[str, Any], training: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ValueError, match=reason):
-        RunConfig.model_validate(config)
-
-
-def test_a_group_of_one_is_for_the_teacher_alone() -> None:
-    made = TrainingConfig.model_validate({"group_size": 1, "distillation": {"teacher": "t"}})
-    assert made.min_group == 1
-    assert TrainingConfig().min_group == 2
+        RunConfig.model_validate({"roles": roles, "training": training})
