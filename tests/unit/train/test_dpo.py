@@ -25,17 +25,9 @@ def datum(*ids: int, trained: int) -> tinker.Datum:
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(list(ids[:-1])), loss_fn_inputs=inputs)
 
 
-def test_losses_and_slopes_are_the_papers_and_the_cookbooks() -> None:
-    """-log sigmoid(beta (h(better) - h(worse))), and its derivative by log p(better)."""
+def test_losses_and_margins_are_the_cookbooks() -> None:
     better, worse = RANDOM.normal(size=(2, 7)) * 20
     found = PairLosses.of(better, worse, 0.1)
-    given = torch.from_numpy(np.stack([better, worse])).requires_grad_()
-    expected = -torch.log(torch.sigmoid(0.1 * (given[0] - given[1])))
-    np.testing.assert_allclose(found.losses, expected.detach().numpy(), rtol=1e-12)
-    expected.mean().backward()
-    assert given.grad is not None
-    np.testing.assert_allclose(found.slopes, given.grad[0].numpy(), rtol=1e-12)
-    np.testing.assert_allclose(found.slopes, -given.grad[1].numpy(), rtol=1e-12)
     zero = torch.zeros(())
     one, two = (list(torch.from_numpy(each)) for each in (better, worse))
     loss, metrics = compute_dpo_loss(one, two, [zero] * 7, [zero] * 7, 0.1)
@@ -76,7 +68,7 @@ async def start(sequences: list[Any], temperatures: list[Any]) -> list[Any]:
 
 
 async def test_the_weights_of_tokens_are_the_derivatives_of_the_loss() -> None:
-    """Also where an episode has several sequences, whose log probabilities add up."""
+    """-log sigmoid(beta (h(better) - h(worse))), where the log probabilities of several sequences add up."""
     client: Any = Client()
     found, metrics = await Dpo(start, 0.3).weighted(PAIRS, client)
     rows = [torch.from_numpy(row).requires_grad_() for row in POLICY]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -81,26 +80,6 @@ async def test_a_complete_group_trains_on_what_its_judge_says() -> None:
     assert rewards(batch) == {"a": 1.0, "b": 4 / 9, "c": 4 / 9}
     said = [(row.episode, row.reward, row.words) for row in rows]
     assert said == [(1, 1.0, "4 letters"), (2, 4 / 9, "9 letters"), (3, 4 / 9, "9 letters")]
-
-
-async def test_no_batch_takes_a_group_while_it_is_judged() -> None:
-    judging, go = asyncio.Event(), asyncio.Event()
-
-    async def slow(group: JudgedGroup) -> list[float]:
-        judging.set()
-        await go.wait()
-        return [1.0, 0.0]
-
-    async with collecting(judge=GroupJudge(slow, nobody, {})) as (collector, source):
-        batch = Batch("step 1", needed=1)
-        plans = [PlannedEpisode("train", "g", {}, episode_uuid=each.episode_uuid) for each in PAIR]
-        await collector.open(batch, [plans], step=1)
-        source.queue.put_nowait(list(PAIR))
-        await judging.wait()
-        assert (batch.is_over, batch.is_met, batch.trainable(2)) == (False, False, [])
-        go.set()
-        await collector.until(lambda: batch.is_over, batch)
-        assert len(batch.trainable(2)) == 1
 
 
 async def test_verdicts_take_the_place_of_all_that_programs_gave() -> None:

@@ -9,37 +9,26 @@ from typing import Any
 
 import pytest
 from inspect_ai.log import EvalSample, read_eval_log_async
-from msgspec import structs
 
-from rollout_helpers import make_accepted, make_call
-from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule, RolloutGroup
+from rollout_helpers import make_accepted, make_call, make_episode, make_group
+from tinkerscript.rollouts.advantages import PLAIN, AdvantageRule
 from tinkerscript.rollouts.call import Call, conversation_of
-from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.train.inspect_logs import write_logs
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
-def a_call(call_id: str, parent: str | None, prompt: list[int], messages: Any, reply: Any) -> Call:
-    call = make_call(
-        *(None, prompt, [7, 8]),
-        logprobs=[-0.5, -1.0],
-        policy_version=3,
-        messages=json.dumps(messages),
-        reply=json.dumps(reply),
-    )
-    return structs.replace(call, call_id=call_id, parent_id=parent)
+def a_call(parent: Call | None, prompt: list[int], messages: Any, reply: Any) -> Call:
+    said = {"messages": json.dumps(messages), "reply": json.dumps(reply)}
+    return make_call(parent, prompt, [7, 8], logprobs=[-0.5, -1.0], policy_version=3, **said)
 
 
 ASKED = [{"role": "user", "content": "1+1?"}]
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 TOLD = [{"role": "tool", "content": "2", "tool_call_id": "c"}]
-TWO_TURNS = [
-    a_call("one", None, [1, 2], ASKED, CALLED),
-    a_call("two", "one", [3], TOLD, {"role": "assistant", "content": "2"}),
-]
+FIRST = a_call(None, [1, 2], ASKED, CALLED)
+TWO_TURNS = [FIRST, a_call(FIRST, [3], TOLD, {"role": "assistant", "content": "2"})]
 METADATA: dict[str, Any] = {
     "scores": {"match": 1.0, "style/short": 0.5, "style/kind": 1.0},
     "explanations": {
@@ -56,14 +45,7 @@ def an_episode(uuid: str, reward: float, calls: list[Call], **more: Any) -> Epis
 async def written(
     folder: Path, outcomes: list[EpisodeAccepted], samples: dict[str, Any], rule: AdvantageRule = PLAIN
 ) -> list[EvalSample]:
-    episodes = [
-        EpisodeRollouts(
-            o.episode_uuid, o.reward, merge_calls(o.calls, episode_uuid=o.episode_uuid), tuple(o.calls)
-        )
-        for o in outcomes
-        if o.calls
-    ]
-    groups = [RolloutGroup("g", tuple(episodes))]
+    groups = [make_group([make_episode(o.calls, o.reward, o.episode_uuid) for o in outcomes if o.calls])]
     (path,) = await asyncio.to_thread(
         write_logs, folder, "step-0004", 4, groups, outcomes, samples, rule=rule
     )
@@ -74,7 +56,7 @@ async def written(
 
 
 def test_a_conversation_is_that_of_the_last_call() -> None:
-    forked = a_call("three", None, [9], ASKED, {"role": "assistant", "content": "again"})
+    forked = a_call(None, [9], ASKED, {"role": "assistant", "content": "again"})
     assert conversation_of(TWO_TURNS) == [*ASKED, CALLED, *TOLD, {"role": "assistant", "content": "2"}]
     assert conversation_of([*TWO_TURNS, forked]) == [*ASKED, {"role": "assistant", "content": "again"}]
     assert conversation_of([]) == []
@@ -117,9 +99,9 @@ async def test_an_episode_of_a_task_has_messages_scores_and_tokens(tmp_path: Pat
 
 async def test_an_episode_of_a_client_without_messages_is_shown_too(tmp_path: Path) -> None:
     """Raw prompts have no messages; a role that Inspect lacks is said, not left out."""
-    odd = [a_call("odd", None, [1], [{"role": "narrator", "content": "x"}], {})]
+    odd = [a_call(None, [1], [{"role": "narrator", "content": "x"}], {})]
     raw, strange = await written(
-        tmp_path, [an_episode("a", 1.0, [a_call("r", None, [1], [], {})]), an_episode("b", 0.5, odd)], {}
+        tmp_path, [an_episode("a", 1.0, [a_call(None, [1], [], {})]), an_episode("b", 0.5, odd)], {}
     )
     assert (raw.id, raw.messages) == ("g", [])
     assert raw.metadata["rollout"]["sampled_ids"] == [[7, 8]]

@@ -168,7 +168,8 @@ async def running(
     is_of_clients: bool = False,
     **training: Any,
 ) -> AsyncGenerator[Run]:
-    settings = {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.1, **training}
+    settings: dict[str, Any] = {"steps": 3, "groups_per_step": 2, "group_size": 2, "learning_rate": 0.1}
+    settings |= training
     path = tmp_path / "run"
     config = RunConfig.model_validate(
         {

@@ -89,7 +89,7 @@ class Steps:
     among all that were seen."""
 
     def __init__(self, engine: EmbeddedEngine, *roles: str, **settings: Any) -> None:
-        chosen = {"learning_rate": 1e-4, **LENIENT, **settings}
+        chosen: dict[str, Any] = {"learning_rate": 1e-4, **LENIENT, **settings}
         self.learners = [
             made_learner(engine.create_training_client(), role=role, **chosen) for role in ("", *roles)
         ]

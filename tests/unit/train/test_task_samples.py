@@ -142,6 +142,6 @@ def test_a_task_that_asks_for_the_most_probable_token_is_known_before_the_run(
     tasks: list[WeightedTaskConfig],
 ) -> None:
     name = tasks[0].name.replace("@few", "@tuned")
-    for temperature, greedy in ((0, ["tasks.py@tuned"]), (0.5, [])):
+    for temperature, greedy in ((0.0, ["tasks.py@tuned"]), (0.5, [])):
         task = WeightedTaskConfig(name=name, train_args={"temperature": temperature})
         assert TaskSamples([task], seed=1).greedy == greedy
