@@ -258,6 +258,15 @@ async def test_rewards_have_the_part_that_their_weight_gives_them(
     assert sorted(advantages(client.trained)) == sorted(expected)
 
 
+async def test_the_contexts_of_a_step_reach_the_teacher(engine: EmbeddedEngine) -> None:
+    teacher = ScriptedTeacher()
+    call = make_call(None, [5, 6], [11, 12], messages=json.dumps(asked("2+2?")))
+    made, _ = learner(engine, teacher)
+    made.take([("g", [make_accepted("a", 1.0, [call], metadata={"teacher_context": "It is 4."})])])
+    await made.check(step=1)
+    assert teacher.asked == [[*renderer().render(asked("2+2?\n\nIt is 4."), []), 11, 12]]
+
+
 # The teacher
 
 
