@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine_helpers import assert_same, run, sampled
+from engine_helpers import batch_over as unbounded
 from tinkerscript.engine.decoder import FusedDecoder
 from tinkerscript.engine.kv_cache import RowState
 from tinkerscript.engine.running_batch import Request, RunningBatch, SampledRow
@@ -54,21 +56,16 @@ class FaultyMatcher:
             raise EngineError("the grammar does not allow it")
 
 
-def batch_over(
-    decoder: FusedDecoder, max_rows: int = 8, decode: Callable[[list[int]], str] = str
-) -> RunningBatch:
-    return RunningBatch(
-        decoder, max_rows=max_rows, max_length=48, decode=decode, random=np.random.default_rng(0)
-    )
+def batch_over(decoder: FusedDecoder, **settings: Any) -> RunningBatch:
+    return unbounded(decoder, max_length=48, **({"max_rows": 8} | settings))
+
+
+def fresh(folder: Path, **settings: Any) -> RunningBatch:
+    return batch_over(FusedDecoder(load_model(folder)), **settings)
 
 
 def seeded(*prompt: int, samples: int = 2, max_tokens: int = 12) -> Request:
     return Request(prompt, samples, max_tokens, 1.0, 1.0, -1, sum(prompt), frozenset(), ())
-
-
-def run(batch: RunningBatch) -> None:
-    while batch.busy:
-        batch.advance()
 
 
 def matched(fails_at: str, after: int = 0) -> Callable[[Request], None]:
@@ -141,10 +138,7 @@ def test_an_error_in_one_request_leaves_the_others_as_they_would_be(random_model
     found, error = answers(faulty=True)
     assert nothing is None
     assert message in str(error)
-    for one, other in zip(wanted, found, strict=True):
-        assert [row.ids for row in one] == [row.ids for row in other]
-        for a, b in zip(one, other, strict=True):
-            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    assert_same(found, wanted)
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, allows: Callable[[tuple[int, ...]], bool]) -> None:
@@ -163,7 +157,7 @@ def test_a_row_without_memory_fails_and_those_beside_it_go_on(
     random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that run, and those that are admitted after it into the rows that there are."""
-    batch = batch_over(FusedDecoder(load_model(random_model)))
+    batch = fresh(random_model)
     requests = [seeded(5, 6), seeded(7), seeded(8, 9, 1), seeded(3)]
     short_of_memory(monkeypatch, lambda shape: shape[0] <= 4)
     for request in requests:
@@ -176,13 +170,8 @@ def test_a_row_without_memory_fails_and_those_beside_it_go_on(
         with pytest.raises(RuntimeError, match="out of memory"):
             request.future.result(timeout=1)
     monkeypatch.undo()
-    alone = batch_over(FusedDecoder(load_model(random_model)))
-    wanted = [seeded(5, 6), seeded(7)]
-    for request in wanted:
-        alone.submit(request)
-    run(alone)
-    for one, other in zip(requests, wanted, strict=False):
-        assert [row.ids for row in one.future.result()] == [row.ids for row in other.future.result()]
+    wanted = sampled(fresh(random_model), seeded(5, 6), seeded(7))
+    assert_same([each.future.result() for each in requests[:2]], wanted)
     assert isinstance(again.future.exception(timeout=1), RuntimeError)
 
 
@@ -191,11 +180,10 @@ def test_a_batch_goes_on_after_its_cache_could_not_grow(
     random_model: Path, monkeypatch: pytest.MonkeyPatch, made: int
 ) -> None:
     """Memory runs out when some of the layers' keys and values have grown, and others have not."""
-    batch = batch_over(FusedDecoder(load_model(random_model)))
+    batch = fresh(random_model)
     batch.submit(running := seeded(5))
-    for _ in range(
-        3
-    ):  # Its row has room for the next token: memory is wanted for the rows of the next request.
+    # Its row has room for the next token: memory is wanted for the rows of the next request.
+    for _ in range(3):
         batch.advance()
     left = iter(range(made))
     with monkeypatch.context() as short:
@@ -205,18 +193,13 @@ def test_a_batch_goes_on_after_its_cache_could_not_grow(
     assert failed.future.done() == (made < 4)
     batch.submit(again := seeded(6, 7))
     run(batch)
-    alone = batch_over(FusedDecoder(load_model(random_model)))
-    wanted = [seeded(5), seeded(6, 7)]
-    for request in wanted:
-        alone.submit(request)
-    run(alone)
-    for one, other in zip((running, again), wanted, strict=True):
-        assert [row.ids for row in one.future.result()] == [row.ids for row in other.future.result()]
+    wanted = sampled(fresh(random_model), seeded(5), seeded(6, 7))
+    assert_same([running.future.result(), again.future.result()], wanted)
 
 
 def test_rows_that_are_cut_keep_what_they_have_and_later_ones_begin_elsewhere(random_model: Path) -> None:
     """What has ended stays whole, and a request that comes too late is given back at once."""
-    batch = batch_over(FusedDecoder(load_model(random_model)), max_rows=3)
+    batch = fresh(random_model, max_rows=3)
     running, mixed, waiting = seeded(5, 6), seeded(7, samples=1, max_tokens=2), seeded(8)
     for request in (running, mixed, waiting):
         batch.submit(request)
@@ -226,10 +209,8 @@ def test_rows_that_are_cut_keep_what_they_have_and_later_ones_begin_elsewhere(ra
     assert not batch.busy
     batch.submit(late := seeded(9))
     assert not batch.busy
-    alone = batch_over(FusedDecoder(load_model(random_model)))
-    alone.submit(whole := seeded(5, 6))
-    run(alone)
-    for row, wanted in zip(running.future.result(timeout=1), whole.future.result(), strict=True):
+    (whole,) = sampled(fresh(random_model), seeded(5, 6))
+    for row, wanted in zip(running.future.result(timeout=1), whole, strict=True):
         assert (row.ids, row.stop_reason) == (wanted.ids[: len(row.ids)], "cut")
         assert len(row.ids) == len(row.logprobs) == 4
     assert [row.stop_reason for row in mixed.future.result(timeout=1)] == ["length"]

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
+from engine_helpers import assert_same, batch_over, seeded
+from engine_helpers import sampled as sampled_by
 from small_models import small_model
 from tinkerscript.engine.decoder import FusedDecoder, decoder_for
-from tinkerscript.engine.running_batch import Request, RunningBatch, SampledRow
+from tinkerscript.engine.running_batch import Request, SampledRow
 from tinkerscript.engine.step_graphs import Replay, StepGraphs
 
 SHAPE = {"head_dim": 8, "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.3}
@@ -37,7 +39,7 @@ class Recorded:
 
 def sampled(decoder: FusedDecoder, requests: list[Request]) -> list[list[SampledRow]]:
     """What they sample if one joins every few steps, so that rows join, outgrow their storage, and leave."""
-    batch = RunningBatch(decoder, max_rows=8, max_length=1024, decode=str, random=np.random.default_rng(0))
+    batch = batch_over(decoder, max_rows=8)
     waiting = list(requests)
     steps = 0
     while waiting or batch.busy:
@@ -51,16 +53,11 @@ def sampled(decoder: FusedDecoder, requests: list[Request]) -> list[list[Sampled
 def requests(seed: int) -> list[Request]:
     random = np.random.default_rng(seed)
     return [
-        Request(
-            tuple(random.integers(0, 64, random.integers(1, 400)).tolist()),
-            num_samples=int(random.integers(1, 4)),
-            max_tokens=int(random.integers(1, 150)),
-            temperature=1.0,
-            top_p=1.0,
-            top_k=-1,
+        seeded(
+            random.integers(0, 64, random.integers(1, 400)).tolist(),
+            int(random.integers(1, 150)),
+            samples=int(random.integers(1, 4)),
             seed=number,
-            stop_ids=frozenset(),
-            stop_strings=(),
         )
         for number in range(12)
     ]
@@ -73,10 +70,7 @@ def test_graphs_sample_the_tokens_of_steps_without_them(seed: int) -> None:
     capture = Recorded()
     decoder._graphs = StepGraphs(capture)
     found = sampled(decoder, requests(seed))
-    assert [[row.ids for row in rows] for rows in found] == [[row.ids for row in rows] for rows in expected]
-    for rows, wanted in zip(found, expected, strict=True):
-        for row, other in zip(rows, wanted, strict=True):
-            np.testing.assert_allclose(row.logprobs, other.logprobs, atol=1e-5)
+    assert_same(found, expected)
     assert capture.captured > 3
     assert capture.replayed > 3 * capture.captured
 
@@ -90,20 +84,20 @@ def test_a_decoder_with_graphs_is_proved_as_one_without(monkeypatch: pytest.Monk
 
 
 def test_a_version_goes_with_its_last_user() -> None:
-    """Its weights and graphs hold the memory that the next version needs, before any garbage collection."""
-
-    def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        logits = run()
-        return logits, lambda: None
-
+    """Its weights, its graphs and what it keeps of texts hold the memory that the next version needs, which
+    begins before any garbage collection."""
     decoder = FusedDecoder(small_model("Qwen3", **SHAPE))
-    decoder._graphs = StepGraphs(capture)
-    sampled(decoder, requests(0)[:2])
-    version = ref(decoder)
+    decoder._graphs = StepGraphs(lambda run: (run(), lambda: None))
+    batch = batch_over(decoder)
+    texts = [seeded(range(64), 5), seeded([*range(64), *range(50)], 5)]
+    sampled_by(batch, *texts)
+    nodes = list(batch._prefixes._nodes)
+    assert len(nodes) > 1
+    held = [ref(decoder), *(ref(each) for each in nodes)]
     gc.disable()
     try:
-        del decoder
-        assert version() is None
+        del decoder, batch, nodes, texts
+        assert {each() for each in held} == {None}
     finally:
         gc.enable()
 
@@ -119,7 +113,7 @@ def test_rows_go_on_without_a_graph_that_cannot_be_captured(caplog: pytest.LogCa
 
     decoder._graphs = StepGraphs(capture)
     found = sampled(decoder, requests(0))
-    assert [[row.ids for row in rows] for rows in found] == [[row.ids for row in rows] for rows in expected]
+    assert_same(found, expected)
     assert len(refused) == caplog.text.count("without a CUDA graph: CUDA out of memory") > 3
     steps = sum(len(row.ids) for rows in found for row in rows)
     assert len(refused) < steps / 20, "a storage is tried once"
