@@ -1,37 +1,40 @@
-"""The embedded engine samples what it says it samples."""
+"""The embedded engine samples what it says it samples, and its thread is fair and answers every request."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tinker
 import torch
 
+from engine_helpers import own_logprobs
+from small_models import sft_datum
+from tinkerscript.engine import embedded
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.sampling import RowSettings, choose, truncate
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError
-
-LOGPROB_TOLERANCE = 3e-5
+from tinkerscript.rollouts.call import TokenConstraint
 
 
 def ints(*ids: int) -> tinker.ModelInput:
     return tinker.ModelInput.from_ints(list(ids))
 
 
-def reference_logprobs(
-    model: torch.nn.Module, prompt: list[int], response: list[int], temperature: float
-) -> np.ndarray:
-    """Log probabilities of `response` [R] by one plain forward pass of the Hugging Face model."""
-    ids = torch.tensor([prompt + response])
-    with torch.no_grad():
-        logits = model(input_ids=ids).logits[0].float() / temperature
-    picked = torch.log_softmax(logits[:-1], -1).gather(-1, ids[0, 1:, None])[:, 0]
-    return picked[len(prompt) - 1 :].numpy()
+@contextmanager
+def held_up(engine: EmbeddedEngine) -> Iterator[None]:
+    """Requests that are made meanwhile are all there before the engine's thread goes on."""
+    gate = threading.Event()
+    engine.context.thread.call(lambda: gate.wait(10))
+    yield
+    gate.set()
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -49,18 +52,16 @@ def test_logprobs_equal_a_plain_forward_pass_for_requests_that_join_mid_batch(
     model = load_model(random_model)
     for prompt, future in futures:
         for sequence in future.result().sequences:
-            expected = reference_logprobs(model, prompt, sequence.tokens, temperature)
-            assert len(sequence.tokens) == 30
-            np.testing.assert_allclose(sequence.logprobs, expected, atol=LOGPROB_TOLERANCE)
+            expected = own_logprobs(model, prompt + sequence.tokens, temperature=temperature)[-30:]
+            np.testing.assert_allclose(sequence.logprobs, expected, atol=3e-5)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(engine: EmbeddedEngine) -> None:
     client = engine.create_sampling_client().result()
     seeded = tinker.SamplingParams(max_tokens=20, seed=7, stop=[])
     alone = client.sample(ints(4, 5), 2, seeded).result()
-    crowd = [
-        client.sample(ints(i, i + 1), 1, tinker.SamplingParams(max_tokens=25, stop=[])) for i in range(9)
-    ]
+    params = tinker.SamplingParams(max_tokens=25, stop=[])
+    crowd = [client.sample(ints(i, i + 1), 1, params) for i in range(9)]
     together = client.sample(ints(4, 5), 2, seeded).result()
     assert [s.tokens for s in alone.sequences] == [s.tokens for s in together.sequences]
     assert alone.sequences[0].tokens != alone.sequences[1].tokens
@@ -73,21 +74,16 @@ def test_sampled_frequencies_are_the_models_probabilities(engine: EmbeddedEngine
     response = client.sample(ints(3, 9), count, tinker.SamplingParams(max_tokens=1, stop=[])).result()
     seen = np.bincount([s.tokens[0] for s in response.sequences], minlength=64) / count
     with torch.no_grad():
-        probabilities = (
-            load_model(random_model)(input_ids=torch.tensor([[3, 9]])).logits[0, -1].softmax(-1).numpy()
-        )
-    # Five standard deviations of a binomial proportion, for each of 64 ids.
-    assert (
-        np.abs(seen - probabilities) <= 5 * np.sqrt(probabilities * (1 - probabilities) / count) + 1e-9
-    ).all()
+        logits = load_model(random_model)(input_ids=torch.tensor([[3, 9]])).logits[0, -1]
+    probabilities = logits.softmax(-1).numpy()
+    deviations = np.sqrt(probabilities * (1 - probabilities) / count)
+    assert (np.abs(seen - probabilities) <= 5 * deviations + 1e-9).all()
 
 
 def test_stop_ids_end_a_sequence_with_the_id_included(engine: EmbeddedEngine) -> None:
     client = engine.create_sampling_client().result()
-    stop = list(range(0, 64, 2))
-    for sequence in (
-        client.sample(ints(5), 20, tinker.SamplingParams(max_tokens=40, stop=stop)).result().sequences
-    ):
+    params = tinker.SamplingParams(max_tokens=40, stop=list(range(0, 64, 2)))
+    for sequence in client.sample(ints(5), 20, params).result().sequences:
         *rest, last = sequence.tokens
         assert sequence.stop_reason == "stop"
         assert last % 2 == 0
@@ -113,31 +109,75 @@ def test_the_context_ends_a_sequence(engine: EmbeddedEngine) -> None:
     assert len(response.sequences[0].tokens) == engine.max_context - 40
 
 
-def test_prompt_logprobs_equal_a_plain_forward_pass(engine: EmbeddedEngine, random_model: Path) -> None:
-    client = engine.create_sampling_client().result()
+def test_prompt_logprobs_do_not_wait_on_the_thread_that_computes_them(
+    random_model: Path, tmp_path: Path
+) -> None:
+    """The rows are finished between two microbatches, before the prompt's turn has come."""
+    rows = np.random.default_rng(0).integers(0, 64, (400, 41))
+    engine = EmbeddedEngine(random_model, checkpoint_dir=tmp_path)
+    training = engine.create_training_client()
+    client = training.save_weights_and_get_sampling_client().result()
     prompt = [5, 9, 33, 2, 17]
-    params = tinker.SamplingParams(max_tokens=1)
-    response = client.sample(ints(*prompt), 1, params, include_prompt_logprobs=True).result()
-    assert response.prompt_logprobs is not None
-    assert response.prompt_logprobs[0] is None
-    expected = reference_logprobs(load_model(random_model), prompt[:1], prompt[1:], 1.0)
-    np.testing.assert_allclose(response.prompt_logprobs[1:], expected, atol=LOGPROB_TOLERANCE)
+    params = tinker.SamplingParams(max_tokens=1, stop=[])
+    with held_up(engine):
+        trained = training.forward_backward([sft_datum(ids) for ids in rows], "cross_entropy")
+        asked = client.sample(ints(*prompt), 1, params, include_prompt_logprobs=True)
+    found = asked.result(timeout=30).prompt_logprobs
+    assert found is not None
+    assert found[0] is None
+    np.testing.assert_allclose(found[1:], own_logprobs(load_model(random_model), prompt), atol=3e-5)
+    assert len(trained.result(timeout=60).loss_fn_outputs) == 400
+    engine.close()  # Not in a context manager: if the thread waits for itself, this never returns.
+
+
+@pytest.mark.parametrize("fault", ["seed", "shares_prefixes"])
+def test_an_engine_that_cannot_be_made_leaves_no_thread(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    def broken(*_: Any) -> bool:
+        raise ValueError("broken")
+
+    def threads() -> set[threading.Thread]:
+        """Only the engine's: the loader of transformers leaves its own to end by themselves."""
+        return {thread for thread in threading.enumerate() if thread.name == "tinkerscript-engine"}
+
+    if fault == "shares_prefixes":
+        monkeypatch.setattr(embedded, "shares_prefixes", broken)
+    before = threads()
+    with pytest.raises(ValueError, match=r"non-negative|broken"):
+        EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=-1 if fault == "seed" else 0)
+    assert threads() <= before
 
 
 def test_closing_the_engine_fails_what_is_unfinished(random_model: Path, tmp_path: Path) -> None:
     engine = EmbeddedEngine(random_model, checkpoint_dir=tmp_path)
     client = engine.create_sampling_client().result()
-    gate = threading.Event()
-    engine.context.thread.call(lambda: gate.wait(10))
-    future = client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5))
-    closing = threading.Thread(target=engine.close)
-    closing.start()
-    gate.set()
+    with held_up(engine):
+        future = client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5))
+        closing = threading.Thread(target=engine.close)
+        closing.start()
     closing.join()
     with pytest.raises(EngineError, match="closed"):
         future.result(timeout=5)
     with pytest.raises(EngineError, match="closed"):
         client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5))
+
+
+def test_closing_fails_a_job_between_two_slices(random_model: Path, tmp_path: Path) -> None:
+    engine = EmbeddedEngine(random_model, checkpoint_dir=tmp_path)
+    began = threading.Event()
+
+    def slices() -> Generator[None]:
+        while True:
+            began.set()
+            yield
+
+    job, behind = engine.context.thread.call_in_slices(slices), engine.context.thread.call(int)
+    began.wait(10)
+    engine.close()
+    for future in (job, behind):
+        with pytest.raises(EngineError, match="closed"):
+            future.result(timeout=5)
 
 
 def test_sampling_goes_on_between_the_slices_of_a_long_job(engine: EmbeddedEngine) -> None:
@@ -158,42 +198,23 @@ def test_sampling_goes_on_between_the_slices_of_a_long_job(engine: EmbeddedEngin
     assert after.result(timeout=10)
 
 
-def test_closing_fails_a_job_between_two_slices(random_model: Path, tmp_path: Path) -> None:
-    engine = EmbeddedEngine(random_model, checkpoint_dir=tmp_path)
-    began = threading.Event()
-
-    def slices() -> Generator[None]:
-        while True:
-            began.set()
-            yield
-
-    job, behind = engine.context.thread.call_in_slices(slices), engine.context.thread.call(int)
-    began.wait(10)
-    engine.close()
-    for future in (job, behind):
-        with pytest.raises(EngineError, match="closed"):
-            future.result(timeout=5)
-
-
 def test_a_cancelled_request_frees_its_rows(engine: EmbeddedEngine) -> None:
     client = engine.create_sampling_client().result()
-    gate = threading.Event()
-    engine.context.thread.call(lambda: gate.wait(10))
-    abandoned = client.sample(ints(5), 4, tinker.SamplingParams(max_tokens=40, stop=[]))
-    assert abandoned.future().cancel()
-    gate.set()
+    with held_up(engine):
+        abandoned = client.sample(ints(5), 4, tinker.SamplingParams(max_tokens=40, stop=[]))
+        assert abandoned.future().cancel()
     kept = client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=3, stop=[])).result(timeout=10)
     assert len(kept.sequences[0].tokens) == 3
 
 
-def settings(n: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> RowSettings:
+def settings(rows: int, temperature: float = 1.0, top_k: int = -1) -> RowSettings:
     return RowSettings(
-        temperature=torch.full((n,), temperature),
-        top_p=torch.full((n,), top_p),
-        top_k=torch.full((n,), top_k),
-        min_p=torch.zeros(n),
-        plain=False,
-        truncated=top_p < 1 or top_k > 0,
+        torch.full((rows,), temperature),
+        torch.ones(rows),
+        torch.full((rows,), top_k),
+        torch.zeros(rows),
+        plain=temperature == 1 and top_k <= 0,
+        truncated=top_k > 0,
     )
 
 
@@ -219,20 +240,46 @@ def test_truncation_keeps_the_smallest_set_that_reaches_top_p(
     assert truncated.nonzero()[:, 1].tolist() == kept
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_not_allowed_is_never_chosen_and_the_logprob_is_the_free_one(temperature: float) -> None:
-    """Also where all that is allowed is next to impossible."""
-    logits = torch.tensor([[0.0, 3.0, -300.0, -300.0], [5.0, 3.0, 1.0, 0.0]])
-    allowed = torch.tensor([[False, False, True, False], [True, True, True, True]])
-    chosen = choose(logits, torch.tensor([0.5, 0.0]), settings(2, temperature=temperature), allowed)
-    assert chosen.ids.tolist() == [2, 0]
-    torch.testing.assert_close(chosen.logprobs, logits.log_softmax(-1)[[0, 1], chosen.ids])
+NONE, CUT, FORCED = TokenConstraint.NONE, TokenConstraint.CUT, TokenConstraint.FORCED
+GRAMMARS: list[tuple[list[float], list[bool], TokenConstraint]] = [
+    # Logits, what the grammar allows, and what it did. The fourth id has no probability here:
+    ([0.0, 1.0, 2.0, -math.inf], [True, True, True, True], NONE),
+    ([0.0, 1.0, 2.0, -math.inf], [True, True, True, False], NONE),
+    ([0.0, 1.0, 2.0, -math.inf], [False, True, False, False], FORCED),
+    ([0.0, 1.0, 2.0, -200.0], [True, True, True, False], NONE),  # e^-202 is 0 in float32
+    ([0.0, 1.0, 2.0, -10.0], [True, True, True, False], CUT),
+    ([50.0, 0.0, 0.0, 0.0], [True, False, False, False], FORCED),
+    # All that is allowed is next to impossible:
+    ([0.0, 3.0, -300.0, -300.0], [False, False, True, True], CUT),
+    ([0.0, 3.0, -300.0, -300.0], [False, False, True, False], FORCED),
+]
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, -1), (1.0, 1), (0.0, -1)])
+def test_a_choice_is_allowed_and_is_free_cut_or_forced(temperature: float, top_k: int) -> None:
+    """The logprobs are those of the distribution before the grammar."""
+    logits, allowed = (torch.tensor([row[column] for row in GRAMMARS]) for column in (0, 1))
+    rows = len(logits)
+    chosen = choose(logits, torch.full((rows,), 0.5), settings(rows, temperature, top_k), allowed)
+    assert chosen.constraints is not None
+    assert chosen.constraints.tolist() == [constraint for *_, constraint in GRAMMARS]
+    assert allowed[range(rows), chosen.ids].all()
+    torch.testing.assert_close(chosen.logprobs, logits.log_softmax(-1)[range(rows), chosen.ids])
+
+
+def test_a_hot_distribution_has_more_to_cut() -> None:
+    """Probabilities are those after temperature."""
+    logits, allowed, _ = GRAMMARS[3]
+    chosen = choose(torch.tensor([logits]), torch.tensor([0.5]), settings(1, 10.0), torch.tensor([allowed]))
+    assert chosen.constraints is not None
+    assert chosen.constraints.tolist() == [CUT]
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0 - 2**-24])
-def test_an_id_without_weight_is_never_chosen(uniform: float) -> None:
+@pytest.mark.parametrize("top_k", [-1, 3])
+def test_an_id_without_weight_is_never_chosen(uniform: float, top_k: int) -> None:
     logits = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
-    assert choose(logits, torch.tensor([uniform]), settings(1)).ids.item() in (1, 3)
+    assert choose(logits, torch.tensor([uniform]), settings(1, top_k=top_k)).ids.item() in (1, 3)
 
 
 def test_a_stop_string_is_found_that_other_weights_have_begun(engine: EmbeddedEngine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import tinker
 import torch
 
+from engine_helpers import saved
 from small_models import sft_datum, small_model
 from tinkerscript.engine.decoder import HubDecoder
 from tinkerscript.engine.embedded import EmbeddedEngine
@@ -20,7 +20,6 @@ from tinkerscript.engine.losses import CHOSEN_EXPERTS
 from tinkerscript.engine.routers import routing_of
 from tinkerscript.engine.routing import Routing
 from tinkerscript.engine.running_batch import SampledRow
-from tinkerscript.engine.sampling_client import EmbeddedSamplingClient
 from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer
 from tinkerscript.engine.weights import LoraSettings, checkpoint_activations
 from tinkerscript.errors import EngineError, EngineRequestError
@@ -46,13 +45,6 @@ def mixture(scale: float = 4, scale_of_experts: float = 4, **changes: Any) -> An
     return model
 
 
-def saved(model: Any, folder: Path, tokenizer: Path) -> Path:
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / name, folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(mixture(), tmp_path_factory.mktemp("mixture"), random_model)
@@ -60,14 +52,18 @@ def folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedEngine]:
-    with EmbeddedEngine(
-        folder, checkpoint_dir=tmp_path_factory.mktemp("checkpoints"), routing_replay=True
-    ) as made:
+    checkpoints = tmp_path_factory.mktemp("checkpoints")
+    with EmbeddedEngine(folder, checkpoint_dir=checkpoints, routing_replay=True) as made:
         yield made
 
 
-def experts_of(rows: Sequence[SampledRow], width: int) -> list[np.ndarray]:
-    return [np.frombuffer(row.experts, np.uint8).reshape(-1, width) for row in rows]
+def routing_in(engine: EmbeddedEngine) -> Routing:
+    assert engine.routing is not None
+    return engine.routing
+
+
+def experts_of(row: SampledRow, routing: Routing) -> np.ndarray:
+    return np.frombuffer(row.experts, np.uint8).reshape(-1, routing.token_bytes)
 
 
 def with_experts(ids: Sequence[int], experts: np.ndarray) -> tinker.Datum:
@@ -77,14 +73,6 @@ def with_experts(ids: Sequence[int], experts: np.ndarray) -> tinker.Datum:
     return tinker.Datum(
         model_input=data.model_input, loss_fn_inputs={**data.loss_fn_inputs, CHOSEN_EXPERTS: chosen}
     )
-
-
-def sampled(
-    client: EmbeddedSamplingClient, prompts: Sequence[list[int]], samples: int, tokens: int
-) -> list[tuple[list[int], SampledRow]]:
-    params = tinker.SamplingParams(max_tokens=tokens, stop=[], seed=0)
-    futures = [(prompt, client.sample_rows(prompt, samples, params)) for prompt in prompts]
-    return [(prompt, row) for prompt, future in futures for row in future.result()]
 
 
 def logprobs(client: EmbeddedTrainingClient, data: list[tinker.Datum]) -> list[np.ndarray]:
@@ -97,28 +85,22 @@ def test_in_bfloat16_the_gap_falls_at_least_tenfold(
     random_model: Path, tmp_path: Path, lora: LoraSettings | None
 ) -> None:
     folder = saved(mixture(2, 40, **MANY_EXPERTS), tmp_path / "model", random_model)
-    with EmbeddedEngine(
-        folder, checkpoint_dir=tmp_path, dtype="bfloat16", lora=lora, routing_replay=True
-    ) as engine:
-        assert engine.routing is not None
+    settings: dict[str, Any] = {"dtype": "bfloat16", "lora": lora, "routing_replay": True}
+    params = tinker.SamplingParams(max_tokens=40, stop=[], seed=0)
+    with EmbeddedEngine(folder, checkpoint_dir=tmp_path, **settings) as engine:
         client = engine.create_training_client()
         sampling = client.save_weights_and_get_sampling_client().result()
-        rows = sampled(sampling, PROMPTS, 4, 60)
-        experts = experts_of([row for _, row in rows], engine.routing.token_bytes)
-        own = [sft_datum([*prompt, *row.ids]) for prompt, row in rows]
-        replayed = [
-            with_experts([*prompt, *row.ids], each) for (prompt, row), each in zip(rows, experts, strict=True)
-        ]
-        gaps = [
-            np.concatenate(
-                [
-                    np.abs(np.array(row.logprobs) - found[-len(row.ids) :])
-                    for (_, row), found in zip(rows, logprobs(client, data), strict=True)
-                ]
-            )
-            for data in (own, replayed)
-        ]
-    assert gaps[0].mean() > 10 * gaps[1].mean(), [gap.mean() for gap in gaps]
+        futures = [(prompt, sampling.sample_rows(prompt, 2, params)) for prompt in PROMPTS]
+        rows = [(prompt, row) for prompt, future in futures for row in future.result()]
+        texts = [[*prompt, *row.ids] for prompt, row in rows]
+        chosen = [experts_of(row, routing_in(engine)) for _, row in rows]
+        own = logprobs(client, [sft_datum(ids) for ids in texts])
+        replayed = logprobs(client, [with_experts(*each) for each in zip(texts, chosen, strict=True)])
+    expected = np.concatenate([row.logprobs for _, row in rows])
+    gaps = [
+        np.abs(expected - np.concatenate([each[-40:] for each in found])).mean() for found in (own, replayed)
+    ]
+    assert gaps[0] > 10 * gaps[1], gaps
 
 
 def own_choices(routing: Routing, model: Any, ids: Sequence[int]) -> np.ndarray:
@@ -133,23 +115,23 @@ def test_what_is_recorded_is_what_the_model_chooses(
 ) -> None:
     """After short and long prompts, from the cache, in later turns, and when memory runs out."""
     monkeypatch.setattr("tinkerscript.engine.running_batch.PREFILL_TOKENS", 16)
-    routing, model = engine.routing, mixture()
-    assert routing is not None
+    routing, model = routing_in(engine), mixture()
     client = engine.create_sampling_client().result()
     params = tinker.SamplingParams(max_tokens=12, stop=[], seed=1)
     prompts = [[5, 6, 7], PROMPTS[0], [*PROMPTS[0], 9], [2 + i % 60 for i in range(90)]]
+
+    def check(prompt: list[int], row: SampledRow, known: int) -> None:
+        expected = own_choices(routing, model, [*prompt, *row.ids])[known:]
+        np.testing.assert_array_equal(experts_of(row, routing), expected)
+
     for known in (0, 1, 3):
         futures = [(prompt, client.sample_rows(prompt, 2, params, known=known)) for prompt in prompts]
         for prompt, future in futures:
             for row in future.result():
-                (found,) = experts_of([row], routing.token_bytes)
-                expected = own_choices(routing, model, [*prompt, *row.ids])
-                np.testing.assert_array_equal(found, expected[known:])
+                check(prompt, row, known)
                 turn = [*prompt, *row.ids, 8, 9]
                 (later,) = client.sample_rows(turn, 1, params, known=len(turn) - 2).result()
-                (found,) = experts_of([later], routing.token_bytes)
-                expected = own_choices(routing, model, [*turn, *later.ids])
-                np.testing.assert_array_equal(found, expected[len(turn) - 2 :])
+                check(turn, later, len(turn) - 2)
     with pytest.raises(EngineRequestError, match="known must be 0 to 3, the prompt's tokens, got 4"):
         client.sample_rows([5, 6, 7], 1, params, known=4)
 
@@ -169,25 +151,20 @@ def test_padding_is_not_recorded() -> None:
 
 
 def test_a_row_that_is_cut_keeps_what_it_chose(engine: EmbeddedEngine) -> None:
-    routing, model = engine.routing, mixture()
-    assert routing is not None
+    routing, model = routing_in(engine), mixture()
     client = engine.create_sampling_client().result()
     params = tinker.SamplingParams(max_tokens=200, stop=[], seed=1)
-    seen: list[int] = []
 
     def cut_after_some(_index: int, offset: int, *_: Any) -> None:
-        seen.append(offset)
         if offset == 5:
             client.cut()
 
-    row, never = (
-        client.sample_rows([5, 6, 7], 1, params, report=cut_after_some).result()[0],
-        client.sample_rows([5, 6, 7], 1, params).result()[0],
-    )
+    (row,) = client.sample_rows([5, 6, 7], 1, params, report=cut_after_some).result()
+    (never,) = client.sample_rows([5, 6, 7], 1, params).result()
     assert row.stop_reason == never.stop_reason == "cut"
     assert (never.ids, never.experts) == ([], b"")
-    (found,) = experts_of([row], routing.token_bytes)
-    np.testing.assert_array_equal(found, own_choices(routing, model, [5, 6, 7, *row.ids]))
+    expected = own_choices(routing, model, [5, 6, 7, *row.ids])
+    np.testing.assert_array_equal(experts_of(row, routing), expected)
 
 
 def random_experts(routing: Routing, length: int, seed: int) -> np.ndarray:
@@ -212,8 +189,6 @@ def test_packed_rows_replay_what_plain_rows_do() -> None:
     data.append(sft_datum([*prompt, 5, 6]))
     found: list[tuple[list[np.ndarray], list[torch.Tensor]]] = []
     for shares in (False, True):
-        for parameter in model.parameters():
-            parameter.grad = None
         trainer = Trainer(AllWeights(model), share_prefixes=shares, routing=routing)
         needed = frozenset({"target_tokens", "weights"})
         checked = [trainer._check(i, each, "cross_entropy", needed) for i, each in enumerate(data)]
@@ -224,13 +199,15 @@ def test_packed_rows_replay_what_plain_rows_do() -> None:
         output = trainer.forward_backward(data, "cross_entropy", None, backward=True)
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         found.append(([each["logprobs"].to_numpy() for each in output.loss_fn_outputs], gradients))
-    for one, other in zip(*(logprobs for logprobs, _ in found), strict=True):
+        trainer.drop_gradients()
+    (plain, shared), both = zip(*found, strict=True)
+    for one, other in zip(plain, shared, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
-    for one, other in zip(*(gradients for _, gradients in found), strict=True):
+    for one, other in zip(*both, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # The gates are float32.
 
 
-def test_gradients_are_those_of_the_chosen_experts(folder: Path) -> None:
+def test_gradients_are_those_of_the_chosen_experts() -> None:
     """The gates too: a replay of the model's own choices has its own gradient, also with recomputation, and
     another replay has none where it chooses nothing."""
     ids = PROMPTS[0]
@@ -298,44 +275,34 @@ def test_experts_of_other_groups_have_the_gates_that_their_scores_give() -> None
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("Qwen3", {"num_key_value_heads": 2}, "a model of type 'qwen3' has no experts to choose from"),
-        (
-            "Phimoe",
-            {"num_key_value_heads": 2, "num_local_experts": 4},
-            "the routers of model type 'phimoe' do not choose among their 4 experts with one call of topk",
-        ),
-        (
-            "Mixtral",
-            {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 2},
-            "the routers of model type 'mixtral' do not choose among their 2 experts with one call of topk",
-        ),
+        ("Qwen3", {}, "a model of type 'qwen3' has no experts to choose from"),
+        ("Phimoe", {"num_local_experts": 4}, "'phimoe' do not choose among their 4 experts with one call"),
+        ("Mixtral", {"num_local_experts": 2}, "'mixtral' do not choose among their 2 experts with one call"),
     ],
 )
 def test_models_without_a_choice_are_refused_by_name(
     name: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(EngineError, match=f"engine.routing_replay: .*{message}"):
-        routing_of(small_model(name, **settings))
+        routing_of(small_model(name, num_key_value_heads=2, **settings))
 
 
 def test_a_replay_that_does_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that changes nothing, and one that chooses the experts' neighbors."""
     replayed, model = Routing.replayed, mixture()
-    monkeypatch.setattr(Routing, "replayed", lambda *_: nullcontext())
-    with pytest.raises(
-        EngineError, match=r"the same ones change log probabilities by 0 nats and others by 0,"
-    ):
-        routing_of(model)
-    monkeypatch.setattr(
-        Routing, "replayed", lambda self, model, ids: replayed(self, model, (ids + 1) % self.experts)
-    )
-    with pytest.raises(EngineError, match=r"the same ones change log probabilities by 0\.\d+ nats"):
-        routing_of(model)
+
+    def neighbors(self: Routing, model: Any, ids: torch.Tensor) -> Any:
+        return replayed(self, model, (ids + 1) % self.experts)
+
+    said = "the same ones change log probabilities by "
+    for fault, gap in ((lambda *_: nullcontext(), "0 nats and others by 0,"), (neighbors, r"0\.\d+ nats")):
+        monkeypatch.setattr(Routing, "replayed", fault)
+        with pytest.raises(EngineError, match=said + gap):
+            routing_of(model)
 
 
 def test_choices_that_do_not_fit_are_refused_and_nothing_breaks(engine: EmbeddedEngine) -> None:
-    client, routing = engine.create_training_client(), engine.routing
-    assert routing is not None
+    client, routing = engine.create_training_client(), routing_in(engine)
     assert (routing.token_bytes, routing.dtype) == (4, torch.uint8)
     ids = PROMPTS[0]
     good, wide = (np.zeros((len(ids), width), np.uint8) for width in (4, 12))
@@ -376,17 +343,17 @@ def test_experts_are_refused_where_nothing_replays_them(folder: Path, tmp_path: 
         data = with_experts(PROMPTS[0], np.zeros((20, 4), np.uint8))
         with pytest.raises(EngineRequestError, match=r"engine\.routing_replay is off"):
             client.forward([data], "cross_entropy").result()
-        sampling = engine.create_sampling_client().result()
-        ((_, row),) = sampled(sampling, PROMPTS[:1], 1, 4)
+        params = tinker.SamplingParams(max_tokens=4)
+        (row,) = engine.create_sampling_client().result().sample_rows(PROMPTS[0], 1, params).result()
         assert row.experts == b""
 
 
 def test_the_cache_has_room_for_them(folder: Path, tmp_path: Path) -> None:
     """A context as long as the cache, to its last token."""
-    with EmbeddedEngine(
-        folder, checkpoint_dir=tmp_path, cache_tokens=128, max_batch=1, routing_replay=True
-    ) as engine:
+    settings: dict[str, Any] = {"cache_tokens": 128, "max_batch": 1, "routing_replay": True}
+    with EmbeddedEngine(folder, checkpoint_dir=tmp_path, **settings) as engine:
         assert engine.max_context == 128
-        client = engine.create_sampling_client().result()
-        ((_, row),) = sampled(client, [[2 + i % 60 for i in range(100)]], 1, 28)
+        params = tinker.SamplingParams(max_tokens=28, stop=[], seed=0)
+        prompt = [2 + i % 60 for i in range(100)]
+        (row,) = engine.create_sampling_client().result().sample_rows(prompt, 1, params).result()
         assert (len(row.ids), len(row.experts)) == (28, 128 * 4)
