@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +53,16 @@ def tokens(portion: Portion) -> int:
 def test_portions_hold_each_example_once_in_equally_many_microbatches(ranks: int) -> None:
     examples = groups(13, prompt=40, replies=4, reply=20)
     found = shared_out(examples, ranks=ranks, budget=300)
-    assert sorted(
-        each.index for portion in found for each in portion.examples if each.index != FILLER
-    ) == list(range(len(examples)))
+    indexes = sorted(each.index for portion in found for each in portion.examples if each.index != FILLER)
+    assert indexes == list(range(len(examples)))
     assert len({len(portion.batches) for portion in found}) == 1
     for portion in found:
-        used = [index for batch in portion.batches for tree in batch for index, _ in tree.paths]
+        rows = [(tree, *row) for batch in portion.batches for tree in batch for row in tree.paths]
+        for tree, index, path in rows:
+            np.testing.assert_array_equal(tree.ids[path], portion.examples[index].ids)
         assert portion.examples[-1].index == FILLER
-        for batch in portion.batches:
-            for tree in batch:
-                for index, path in tree.paths:
-                    np.testing.assert_array_equal(tree.ids[path], portion.examples[index].ids)
-        assert set(used) | {len(portion.examples) - 1} == set(range(len(portion.examples)))
+        used = {index for _, index, _ in rows}
+        assert used | {len(portion.examples) - 1} == set(range(len(portion.examples)))
 
 
 def test_portions_have_about_equally_many_tokens_and_keep_groups_whole() -> None:
@@ -99,21 +97,26 @@ SPEC = RankSpec(
 def launched(monkeypatch: pytest.MonkeyPatch) -> Generator[Ranks]:
     """Rank 0 of two that a launcher has started; from now on the environment is that of rank 1."""
     agent = TCPStore("127.0.0.1", 0, is_master=True)  # As torchrun has one.
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(agent.port))
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2", "RANK": "0"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     ranks = Ranks(2, SPEC)
     monkeypatch.setenv("RANK", "1")
     yield ranks
     ranks.close()
 
 
-def test_a_rank_that_a_launcher_started_joins_and_is_named_when_its_connection_ends(launched: Ranks) -> None:
+def joined() -> tuple[TCPStore, Connection]:
+    """As rank 1, which its launcher started."""
     store, connection = meet(2)
     connection.send(1)
     assert connection.recv() == SPEC
+    return store, connection
+
+
+def test_a_rank_that_a_launcher_started_joins_and_is_named_when_its_connection_ends(launched: Ranks) -> None:
+    store, connection = joined()
     connection.send("loaded")
     assert launched.answers(10.0) == ["loaded"]
     launched.tell("compute", [("portion",)])
@@ -130,9 +133,7 @@ def test_a_connection_without_the_secret_is_turned_away(launched: Ranks) -> None
     host, port = "127.0.0.1", launched._listener.address[1]  # pyright: ignore
     with pytest.raises(Exception, match="digest sent was rejected"):
         Client((host, port), authkey=b"guess")
-    _, connection = meet(2)
-    connection.send(1)
-    assert connection.recv() == SPEC
+    _, connection = joined()
     connection.close()
 
 

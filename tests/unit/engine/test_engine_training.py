@@ -10,6 +10,7 @@ import pytest
 import tinker
 import torch
 
+from engine_helpers import own_logprobs
 from small_models import sft_datum
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.training import AllWeights, Trainer
@@ -41,8 +42,8 @@ def test_bfloat16_trains_float32_weights_to_nearly_the_same(random_model: Path) 
     exact = Trainer(AllWeights(load_model(random_model)))
     rounded = Trainer(AllWeights(load_model(random_model)), share_prefixes=True, compute_dtype=torch.bfloat16)
     losses = [
-        t.forward_backward(data, "cross_entropy", None, backward=True).metrics["loss:sum"]
-        for t in (exact, rounded)
+        each.forward_backward(data, "cross_entropy", None, backward=True).metrics["loss:sum"]
+        for each in (exact, rounded)
     ]
     assert losses[0] != losses[1]
     assert losses[1] == pytest.approx(losses[0], rel=0.02)
@@ -81,9 +82,7 @@ def test_cross_entropy_returns_the_models_logprobs(engine: EmbeddedEngine, rando
         loss_fn_inputs={"target_tokens": ids[1:], "weights": [0.0, 1.0, 2.0]},
     )
     output = engine.create_training_client().forward([datum], "cross_entropy").result()
-    with torch.no_grad():
-        logits = load_model(random_model)(input_ids=torch.tensor([ids])).logits[0, :-1]
-    expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    expected = own_logprobs(load_model(random_model), ids)
     np.testing.assert_allclose(output.loss_fn_outputs[0]["logprobs"].to_numpy(), expected, atol=1e-5)
     assert output.metrics["loss:sum"] == pytest.approx(float(-(expected[1] + 2 * expected[2])), rel=1e-5)
 

@@ -11,7 +11,6 @@ import pytest
 import tinker
 import torch
 
-from small_models import sft_datum, small_model
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.training import AllWeights, EmbeddedTrainingClient, Trainer
 from tinkerscript.engine.weights import load_model
@@ -28,10 +27,13 @@ def datum(length: int, **inputs: Any) -> tinker.Datum:
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=given)
 
 
+def trainer_of(folder: Path, **settings: Any) -> Trainer:
+    return Trainer(AllWeights(load_model(folder)), **settings)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "found"),
     [
-        ("weights", np.ones((4, 1), np.float32), r"shape \[4, 1\]"),
         ("weights", np.ones((1, 4), np.float32), r"shape \[1, 4\]"),
         ("weights", np.float32(1.0).reshape(()), r"shape \[\]"),
         ("target_tokens", np.ones((4, 1), np.int64), r"shape \[4, 1\]"),
@@ -42,35 +44,18 @@ def test_inputs_of_another_shape_or_type_are_refused(
     random_model: Path, name: str, value: np.ndarray, found: str
 ) -> None:
     """They would broadcast to every pair of positions."""
-    trainer = Trainer(AllWeights(load_model(random_model)))
+    trainer = trainer_of(random_model)
     data = [datum(4), datum(4, **{name: tinker.TensorData.from_numpy(value)})]
     with pytest.raises(EngineRequestError, match=rf"datum 1: .*loss_fn_inputs\.{name} .*{found}"):
         trainer.forward_backward(data, "cross_entropy", None, backward=True)
 
 
 def test_a_text_that_fills_the_context_trains_and_a_longer_one_is_refused(random_model: Path) -> None:
-    trainer = Trainer(AllWeights(load_model(random_model)))
+    trainer = trainer_of(random_model)
     # 47 and 48 tokens that the model reads: texts of 48 and, the last token as a target alone, 49.
     trainer.forward_backward([datum(47), datum(48)], "cross_entropy", None, backward=True)
     with pytest.raises(EngineRequestError, match="datum 1: model_input has 49 tokens; the context holds 48"):
         trainer.forward_backward([datum(3), datum(49)], "cross_entropy", None, backward=False)
-
-
-@pytest.mark.parametrize("name", ["Mistral", "GptOss"])
-def test_a_shared_row_slides_as_plain_rows_do(name: str) -> None:
-    """Texts of more than two windows, whose common beginning is longer than one."""
-    model = small_model(name, num_key_value_heads=2, head_dim=8, sliding_window=8)
-    random = np.random.default_rng(0)
-    prompt = random.integers(2, 64, 12).tolist()
-    data = [sft_datum(prompt + random.integers(2, 64, 9 + i).tolist()) for i in range(3)]
-    gradients: list[list[torch.Tensor]] = []
-    for shares in (False, True):
-        trainer = Trainer(AllWeights(model), share_prefixes=shares)
-        trainer.forward_backward(data, "cross_entropy", None, backward=True)
-        gradients.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
-        trainer.drop_gradients()
-    for plain, shared in zip(*gradients, strict=True):
-        torch.testing.assert_close(shared, plain, atol=1e-5, rtol=1e-4)
 
 
 def failing_on(model: Any, call: int) -> Callable[[], None]:
@@ -98,7 +83,7 @@ def one_step(trainer: Trainer) -> list[torch.Tensor]:
 
 def test_no_step_is_taken_over_a_part_of_what_was_asked(engine: EmbeddedEngine, random_model: Path) -> None:
     """Everything is queued before anything fails, as `optimizer_step` does."""
-    trainer = Trainer(AllWeights(load_model(random_model)), microbatch_tokens=20)
+    trainer = trainer_of(random_model, microbatch_tokens=20)
     mend = failing_on(trainer.model, 3)
     before = weights(trainer)
     training = EmbeddedTrainingClient(engine.context, trainer, engine.checkpoint_dir)
@@ -115,16 +100,13 @@ def test_no_step_is_taken_over_a_part_of_what_was_asked(engine: EmbeddedEngine, 
     mend()
     for mine, old in zip(weights(trainer), before, strict=True):
         torch.testing.assert_close(mine, old, rtol=0, atol=0)
-    fresh = Trainer(AllWeights(load_model(random_model)), microbatch_tokens=20)
+    fresh = trainer_of(random_model, microbatch_tokens=20)
     for mine, other in zip(one_step(trainer), one_step(fresh), strict=True):
         torch.testing.assert_close(mine, other)
 
 
 def test_a_request_that_is_refused_changes_nothing(random_model: Path) -> None:
-    trainer, fresh = (
-        Trainer(AllWeights(load_model(random_model))),
-        Trainer(AllWeights(load_model(random_model))),
-    )
+    trainer, fresh = (trainer_of(random_model) for _ in range(2))
     trainer.forward_backward([datum(9)], "cross_entropy", None, backward=True)
     with pytest.raises(EngineRequestError):
         trainer.forward_backward([datum(5), datum(4, weights=[1.0])], "cross_entropy", None, backward=True)
@@ -134,7 +116,7 @@ def test_a_request_that_is_refused_changes_nothing(random_model: Path) -> None:
 
 
 def test_a_failure_without_gradients_stops_no_step(random_model: Path) -> None:
-    trainer = Trainer(AllWeights(load_model(random_model)))
+    trainer = trainer_of(random_model)
     failing_on(trainer.model, 2)
     trainer.forward_backward([datum(9)], "cross_entropy", None, backward=True)
     with pytest.raises(RuntimeError):
@@ -143,7 +125,7 @@ def test_a_failure_without_gradients_stops_no_step(random_model: Path) -> None:
 
 
 def test_loading_weights_forgets_gradients_and_failures(engine: EmbeddedEngine, random_model: Path) -> None:
-    trainer = Trainer(AllWeights(load_model(random_model)))
+    trainer = trainer_of(random_model)
     failing_on(trainer.model, 2)
     training = EmbeddedTrainingClient(engine.context, trainer, engine.checkpoint_dir)
     path = training.save_state("here").result().path
@@ -177,10 +159,7 @@ def test_a_checkpoint_without_optimizer_state_changes_no_weights(
 
 
 def test_a_gradient_that_is_not_finite_spoils_no_later_step(random_model: Path) -> None:
-    trainer, fresh = (
-        Trainer(AllWeights(load_model(random_model))),
-        Trainer(AllWeights(load_model(random_model))),
-    )
+    trainer, fresh = (trainer_of(random_model) for _ in range(2))
     spoiled = datum(9, weights=tinker.TensorData.from_numpy(np.full(9, np.inf, np.float32)))
     trainer.forward_backward([spoiled], "cross_entropy", None, backward=True)
     assert trainer.optim_step(ADAM).metrics == {"skipped_steps": 1.0}

@@ -89,6 +89,26 @@ def test_the_divergence_over_candidates_takes_the_rest_as_one_token() -> None:
             torch.testing.assert_close(*slopes, rtol=0, atol=1e-6)
 
 
+def bounds(name: str, thresholds: tuple[float, float] | None = None) -> tuple[float, float]:
+    return thresholds or ((1 - 3e-4, 1 + 4e-4) if name == "gspo" else (0.8, 1.2))
+
+
+def policy_datum(ids: np.ndarray, **inputs: np.ndarray) -> tinker.Datum:
+    """`inputs`: logprobs, advantages and more, of each of `ids` after the first."""
+    tensors: dict[str, tinker.TensorData] = {"target_tokens": tinker.TensorData.from_numpy(ids[1:])}
+    for name, values in inputs.items():
+        tensors[name] = tinker.TensorData.from_numpy(np.asarray(values, np.float32))
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=tensors)
+
+
+def assert_gradients(trainer: Trainer, reference: torch.nn.Module) -> None:
+    for mine, other in zip(trainer.model.parameters(), reference.parameters(), strict=True):
+        assert mine.grad is not None
+        assert other.grad is not None
+        largest = float(other.grad.abs().max())
+        torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-5 * max(1.0, largest), rtol=1e-5)
+
+
 CASES: list[tuple[str, tuple[float, float] | None]] = [
     ("importance_sampling", None),
     ("dro", None),
@@ -110,7 +130,7 @@ def test_losses_and_gradients_equal_tinkers_formulas(
     reference = load_model(random_model).double()
     data: list[tinker.Datum] = []
     losses: list[Tensor] = []
-    low, high = thresholds or ((1 - 3e-4, 1 + 4e-4) if name == "gspo" else (0.8, 1.2))
+    low, high = bounds(name, thresholds)
     outside = 0
     for length in random.integers(4, 20, 6).tolist():
         ids = random.integers(2, 64, length + 1)
@@ -123,37 +143,15 @@ def test_losses_and_gradients_equal_tinkers_formulas(
         losses.append(FORMULAS[name](ours, *given, low, high))
         ratio = np.exp(ours.detach().numpy() - theirs)
         outside += int(((ratio < low) | (ratio > high)).sum())
-        inputs = {"target_tokens": ids[1:].astype(np.int64), "logprobs": theirs, "advantages": advantages}
-        data.append(
-            tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=inputs)
-        )
+        data.append(policy_datum(ids, logprobs=theirs, advantages=advantages))
     assert outside > 5
     terms = torch.cat(losses)
     terms.sum().backward()
-    terms = terms.detach()
     config = {"clip_low_threshold": low, "clip_high_threshold": high} if thresholds else None
     trainer = Trainer(AllWeights(load_model(random_model)))
-    output = trainer.forward_backward(data, name, config, backward=True)
-    assert output.metrics["loss:sum"] == pytest.approx(
-        float(terms.sum()), abs=1e-5 * float(terms.abs().sum())
-    )
-    for mine, other in zip(trainer.model.parameters(), reference.parameters(), strict=True):
-        assert mine.grad is not None
-        assert other.grad is not None
-        largest = float(other.grad.abs().max())
-        torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-5 * max(1.0, largest), rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_a_token_without_advantage_may_have_any_logprob(name: str) -> None:
-    ours = torch.tensor([-1.0, -2.0], requires_grad=True)
-    inputs = {"logprobs": torch.tensor([-1e30, -2.5]), "advantages": torch.tensor([0.0, 1.0])}
-    inputs |= {SEQUENCE: torch.tensor([0, 0]), MASK: torch.tensor([False, True])}
-    losses = LOSSES[name].configured(name, None)(ours, inputs)
-    losses.sum().backward()
-    assert losses[0] == 0
-    assert ours.grad is not None
-    assert (float(ours.grad[0]), bool(ours.grad.isfinite().all())) == (0.0, True)
+    found = trainer.forward_backward(data, name, config, backward=True).metrics["loss:sum"]
+    assert found == pytest.approx(terms.sum().item(), abs=1e-5 * terms.abs().sum().item())
+    assert_gradients(trainer, reference)
 
 
 def by_hand(
@@ -162,13 +160,15 @@ def by_hand(
     advantages: list[float],
     *,
     clip: bool = True,
+    theirs: float = -1.0,
     mask: list[bool] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[list[float], list[float]]:
-    """Losses and gradients of one sequence whose sampler gave every token -1."""
-    tensor = torch.tensor(ours, dtype=torch.float64, requires_grad=True)
+    """Losses and gradients of one sequence whose sampler gave the first token `theirs` and the others -1."""
+    tensor = torch.tensor(ours, dtype=dtype, requires_grad=True)
     inputs = {
-        "logprobs": torch.full_like(tensor, -1.0),
-        "advantages": torch.tensor(advantages, dtype=torch.float64),
+        "logprobs": torch.tensor([theirs] + [-1.0] * (len(ours) - 1), dtype=dtype),
+        "advantages": torch.tensor(advantages, dtype=dtype),
         SEQUENCE: torch.zeros(len(ours), dtype=torch.int64),
         MASK: torch.tensor(mask or [True] * len(ours)),
     }
@@ -177,6 +177,13 @@ def by_hand(
     losses.sum().backward()
     assert tensor.grad is not None
     return losses.tolist(), tensor.grad.tolist()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_token_without_advantage_may_have_any_logprob(name: str) -> None:
+    given = {"theirs": -1e30, "mask": [False, True], "dtype": torch.float32}
+    losses, slopes = by_hand(name, [-1.0, -2.0], [0.0, 1.0], **given)
+    assert (losses[0], slopes[0], math.isfinite(slopes[1])) == (0.0, 0.0, True)
 
 
 def test_gspo_gives_each_token_the_gradient_of_its_own_advantage() -> None:
@@ -205,21 +212,10 @@ def test_a_trained_token_without_advantage_has_its_part_in_the_ratio_of_its_sequ
 def test_a_ratio_beyond_float32_leaves_the_gradient_finite(name: str, ours: float) -> None:
     """As verl, which clamps log-ratios to 20: an infinite ratio times a clipped gradient of 0 is NaN."""
     for advantage in (1.0, -1.0):
-        tensor = torch.tensor([ours, -1.0], requires_grad=True)
-        inputs = {
-            "logprobs": torch.full_like(tensor, -1.0),
-            "advantages": torch.full_like(tensor, advantage),
-            SEQUENCE: torch.zeros(2, dtype=torch.int64),
-            MASK: torch.tensor([True, True]),
-        }
-        losses = LOSSES[name].configured(name, None)(tensor, inputs)
-        losses.sum().backward()
-        assert losses.isfinite().all()
-        assert tensor.grad is not None
-        assert tensor.grad.isfinite().all()
+        losses, slopes = by_hand(name, [ours, -1.0], [advantage] * 2, dtype=torch.float32)
+        assert np.isfinite([*losses, *slopes]).all()
         if name == "importance_sampling":
-            expected = -advantage * np.exp(np.clip(ours + 1, -20, 20))
-            assert losses[0].item() == pytest.approx(expected, rel=1e-5)
+            assert losses[0] == pytest.approx(-advantage * np.exp(np.clip(ours + 1, -20, 20)), rel=1e-5)
 
 
 def prefixed_datums(random: np.random.Generator, temperatures: list[list[float]]) -> list[tinker.Datum]:
@@ -228,15 +224,8 @@ def prefixed_datums(random: np.random.Generator, temperatures: list[list[float]]
     data: list[tinker.Datum] = []
     for row in temperatures:
         ids = np.append(begin, random.integers(2, 64, len(row) - 4))
-        inputs = {
-            "target_tokens": ids[1:].astype(np.int64),
-            "logprobs": random.normal(-4, 0.3, len(row)).astype(np.float32),
-            "advantages": random.normal(size=len(row)).astype(np.float32),
-            TEMPERATURES: np.array(row, np.float32),
-        }
-        tensors = {name: tinker.TensorData.from_numpy(value) for name, value in inputs.items()}
-        model_input = tinker.ModelInput.from_ints(ids[:-1].tolist())
-        data.append(tinker.Datum(model_input=model_input, loss_fn_inputs=tensors))
+        given = {"logprobs": random.normal(-4, 0.3, len(row)), "advantages": random.normal(size=len(row))}
+        data.append(policy_datum(ids, **given, temperatures=np.array(row)))
     return data
 
 
@@ -255,14 +244,13 @@ def test_each_token_trains_at_its_own_temperature(
     reference = load_model(random_model).double()
     losses: list[Tensor] = []
     expected: list[Tensor] = []
-    low, high = (1 - 3e-4, 1 + 4e-4) if name == "gspo" else (0.8, 1.2)
     for datum in data:
         inputs = {key: torch.from_numpy(value.to_numpy()) for key, value in datum.loss_fn_inputs.items()}
         logits = reference(torch.tensor([datum.model_input.to_ints()])).logits[0]
         scaled = torch.softmax(logits / inputs[TEMPERATURES].double()[:, None], -1)
         ours = scaled[torch.arange(len(logits)), inputs["target_tokens"]].log()
         given = inputs["logprobs"].double(), inputs["advantages"].double()
-        losses.append(FORMULAS[name](ours, *given, low, high).sum())
+        losses.append(FORMULAS[name](ours, *given, *bounds(name)).sum())
         expected.append(ours.detach())
     torch.stack(losses).sum().backward()
     for chunk in (1000, 3):
@@ -271,13 +259,7 @@ def test_each_token_trains_at_its_own_temperature(
         output = trainer.forward_backward(data, name, None, backward=True)
         for row, ours in zip(output.loss_fn_outputs, expected, strict=True):
             np.testing.assert_allclose(row["logprobs"].to_numpy(), ours.numpy(), atol=1e-5)
-        for mine, other in zip(trainer.model.parameters(), reference.parameters(), strict=True):
-            assert mine.grad is not None
-            assert other.grad is not None
-            largest = float(other.grad.abs().max())
-            torch.testing.assert_close(
-                mine.grad.double(), other.grad, atol=1e-5 * max(1.0, largest), rtol=1e-5
-            )
+        assert_gradients(trainer, reference)
 
 
 def test_entropies_are_those_of_the_distributions_that_were_sampled_from(random_model: Path) -> None:
@@ -304,72 +286,58 @@ def confident(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[
 
 def test_a_loss_sees_which_tokens_train(random_model: Path) -> None:
     trainer = Trainer(AllWeights(load_model(random_model)))
-    (datum,) = prefixed_datums(np.random.default_rng(6), [[1.0] * 6])
-    tensors = dict(datum.loss_fn_inputs)
-    tensors["advantages"] = tinker.TensorData.from_numpy(np.zeros(6, np.float32))
-    mask = np.array([0, 0, 0, 0, 1, 1], np.float32)
-    for given, trained in ((None, []), (mask, [4, 5])):
-        inputs = tensors if given is None else {**tensors, MASK: tinker.TensorData.from_numpy(given)}
-        output = trainer.forward_backward(
-            [tinker.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)],
-            *(f"{__name__}:confident", None),
-            backward=False,
-        )
+    nothing, mask = np.zeros(6), np.array([0, 0, 0, 0, 1, 1])
+    for more, trained in (({}, []), ({MASK: mask}, [4, 5])):
+        datum = policy_datum(np.arange(2, 9), logprobs=nothing, advantages=nothing, **more)
+        output = trainer.forward_backward([datum], f"{__name__}:confident", None, backward=False)
         logprobs = output.loss_fn_outputs[0]["logprobs"].to_numpy()
         assert output.metrics["loss:sum"] == pytest.approx(-float(logprobs[trained].sum()), rel=1e-5)
 
 
-def scaled_likelihood(
-    logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]
-) -> Tensor:
+def scaled(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
     return -settings.get("scale", 1.0) * logprobs * inputs["advantages"]
 
 
 def reduced(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
-    return scaled_likelihood(logprobs, inputs, settings).sum()
+    return scaled(logprobs, inputs, settings).sum()
 
 
-SCALED = Loss(scaled_likelihood, settings={"scale": 2.0})
-NO_TARGETS = Loss(scaled_likelihood, inputs=frozenset({"weights"}))
+SCALED = Loss(scaled, settings={"scale": 2.0})
+NO_TARGETS = Loss(scaled, inputs=frozenset({"weights"}))
 
 
-def rl_datum() -> tinker.Datum:
-    inputs = {"target_tokens": np.array([3, 4]), "logprobs": np.ones(2), "advantages": np.ones(2)}
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([2, 3]),
-        loss_fn_inputs={
-            key: value.astype("f4" if value.dtype == float else "i8") for key, value in inputs.items()
-        },
-    )
+PLAIN = policy_datum(np.array([2, 3, 4]), logprobs=np.ones(2), advantages=np.ones(2))
 
 
 def undeclared(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[str, float]) -> Tensor:
     return -settings["epsilon"] * inputs["advantages"] * logprobs
 
 
-def test_a_setting_that_a_loss_does_not_declare_is_named(random_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("loss", "config", "said"),
+    [
+        (f"{__name__}:undeclared", None, r"reads the setting 'epsilon', .*Loss\(function, settings="),
+        (f"{__name__}:reduced", None, r"returned a tensor of shape \[\] .* loss of each token"),
+        ("ppo", {"clip_low_threshold": "0.8"}, r"clip_low_threshold must be a number, got '0\.8'"),
+    ],
+)
+def test_a_loss_or_a_setting_that_does_not_fit_is_refused(
+    random_model: Path, loss: str, config: dict[str, float | str] | None, said: str
+) -> None:
     trainer = Trainer(AllWeights(load_model(random_model)))
-    with pytest.raises(EngineError, match=r"reads the setting 'epsilon', .*Loss\(function, settings="):
-        trainer.forward_backward([rl_datum()], f"{__name__}:undeclared", None, backward=False)
-
-
-def test_a_setting_that_is_text_is_refused(random_model: Path) -> None:
-    trainer = Trainer(AllWeights(load_model(random_model)))
-    with pytest.raises(EngineRequestError, match=r"clip_low_threshold must be a number, got '0\.8'"):
-        trainer.forward_backward([rl_datum()], "ppo", {"clip_low_threshold": "0.8"}, backward=False)
+    with pytest.raises(EngineError, match=said):
+        trainer.forward_backward([PLAIN], loss, config, backward=False)
 
 
 def test_a_loss_of_the_users_own_trains_with_its_settings(random_model: Path) -> None:
     trainer = Trainer(AllWeights(load_model(random_model)))
 
     def loss(name: str, config: dict[str, float | str] | None = None) -> float:
-        return trainer.forward_backward([rl_datum()], name, config, backward=False).metrics["loss:sum"]
+        return trainer.forward_backward([PLAIN], name, config, backward=False).metrics["loss:sum"]
 
-    once = loss(f"{__name__}:scaled_likelihood")
+    once = loss(f"{__name__}:scaled")
     assert loss(f"{__name__}:SCALED") == pytest.approx(2 * once)
     assert loss(f"{__name__}:SCALED", {"scale": 3.0}) == pytest.approx(3 * once)
-    with pytest.raises(EngineError, match=r"returned a tensor of shape \[\] .* loss of each token"):
-        loss(f"{__name__}:reduced")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import tinker
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
+from small_models import small_model
 from tinkerscript.engine.packing import (
     MAX_BRANCHING_TOKENS,
     microbatches,
@@ -51,44 +51,25 @@ def groups(rng: np.random.Generator) -> list[list[int]]:
     return [*found, lone, lone]
 
 
-def both(
-    model: PreTrainedModel, data: list[tinker.Datum], loss_fn: str, budget: int = 8192
-) -> tuple[PreTrainedModel, tinker.ForwardBackwardOutput, PreTrainedModel, tinker.ForwardBackwardOutput]:
-    """Plain and shared: a model with its gradients, and what the trainer returns."""
-    plain, shared = model, copy.deepcopy(model)
-    one = Trainer(AllWeights(plain)).forward_backward(data, loss_fn, None, backward=True)
-    trainer = Trainer(AllWeights(shared), share_prefixes=True, microbatch_tokens=budget)
-    return plain, one, shared, trainer.forward_backward(data, loss_fn, None, backward=True)
-
-
 @pytest.mark.parametrize("budget", [8192, 40])
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_sharing_prefixes_changes_no_gradient(loss_fn: str, budget: int) -> None:
     """In float64 throughout, which GPT-2 is: Llama's norms compute in float32 whatever the weights are."""
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3)
-    model = AutoModelForCausalLM.from_config(config).eval().double()
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
+    plain = small_model("GPT2", **shape).double()
+    shared = copy.deepcopy(plain)
     rng = np.random.default_rng(7)
     data = [datum(ids, rng, loss_fn) for ids in groups(rng)]
     rng.shuffle(data)
-    plain, one, shared, other = both(model, data, loss_fn, budget)
+    one = Trainer(AllWeights(plain)).forward_backward(data, loss_fn, None, backward=True)
+    trainer = Trainer(AllWeights(shared), share_prefixes=True, microbatch_tokens=budget)
+    other = trainer.forward_backward(data, loss_fn, None, backward=True)
     assert other.metrics["loss:sum"] == pytest.approx(one.metrics["loss:sum"], rel=1e-10)
     for row, again in zip(one.loss_fn_outputs, other.loss_fn_outputs, strict=True):
         np.testing.assert_allclose(again["logprobs"].to_numpy(), row["logprobs"].to_numpy(), atol=1e-6)
     for p, q in zip(plain.parameters(), shared.parameters(), strict=True):
         assert p.grad is not None
         torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-11 * float(p.grad.abs().max()))
-
-
-@pytest.mark.parametrize("loss_fn", LOSSES)
-def test_in_float32_the_difference_is_rounding(random_model: Path, loss_fn: str) -> None:
-    rng = np.random.default_rng(8)
-    data = [datum(ids, rng, loss_fn) for ids in groups(rng)]
-    plain, one, shared, other = both(load_model(random_model), data, loss_fn)
-    assert other.metrics["loss:sum"] == pytest.approx(one.metrics["loss:sum"], rel=1e-5)
-    for p, q in zip(plain.parameters(), shared.parameters(), strict=True):
-        assert p.grad is not None
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-5 * float(p.grad.abs().max()))
 
 
 sequences = st.lists(
@@ -143,13 +124,10 @@ def test_long_and_short_rows_are_not_padded_to_each_other() -> None:
 
 def test_a_group_with_short_answers_is_one_row_and_long_answers_are_not(random_model: Path) -> None:
     """All pairs of a row are paid for, so a prompt is not worth sharing by answers that are much longer."""
-    rng = np.random.default_rng(0)
     cost = pair_cost(load_model(random_model))
-    prompt = rng.integers(0, 64, 60)
-    short = [np.concatenate([prompt, rng.integers(0, 64, 4)]) for _ in range(8)]
-    long = [np.concatenate([prompt, rng.integers(0, 64, 1000)]) for _ in range(8)]
-    assert [len(tree.paths) for tree in token_trees(short, pair_cost=cost, budget=8192)] == [8]
-    assert len(token_trees(long, pair_cost=cost, budget=16384)) == 8
+    (tree,) = token_trees(group_of(8, prompt=60, answer=4), pair_cost=cost, budget=8192)
+    assert len(tree.paths) == 8
+    assert len(token_trees(group_of(8, prompt=60, answer=1000), pair_cost=cost, budget=16384)) == 8
 
 
 def group_of(size: int, *, prompt: int, answer: int) -> list[np.ndarray]:
