@@ -19,6 +19,7 @@ from small_models import sft_datum
 from tinkerscript.engine import embedded
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.sampling import RowSettings, choose, truncate
+from tinkerscript.engine.sampling_client import EmbeddedSamplingClient as Client
 from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import EngineError
 from tinkerscript.rollouts.call import TokenConstraint
@@ -26,6 +27,11 @@ from tinkerscript.rollouts.call import TokenConstraint
 
 def ints(*ids: int) -> tinker.ModelInput:
     return tinker.ModelInput.from_ints(list(ids))
+
+
+@pytest.fixture
+def client(engine: EmbeddedEngine) -> Client:
+    return engine.create_sampling_client().result()
 
 
 @contextmanager
@@ -39,9 +45,8 @@ def held_up(engine: EmbeddedEngine) -> Iterator[None]:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_logprobs_equal_a_plain_forward_pass_for_requests_that_join_mid_batch(
-    engine: EmbeddedEngine, random_model: Path, temperature: float
+    client: Client, random_model: Path, temperature: float
 ) -> None:
-    client = engine.create_sampling_client().result()
     prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7], [20, 21]]
     params = tinker.SamplingParams(max_tokens=30, temperature=temperature, stop=[])
     futures = []
@@ -56,20 +61,7 @@ def test_logprobs_equal_a_plain_forward_pass_for_requests_that_join_mid_batch(
             np.testing.assert_allclose(sequence.logprobs, expected, atol=3e-5)
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(engine: EmbeddedEngine) -> None:
-    client = engine.create_sampling_client().result()
-    seeded = tinker.SamplingParams(max_tokens=20, seed=7, stop=[])
-    alone = client.sample(ints(4, 5), 2, seeded).result()
-    params = tinker.SamplingParams(max_tokens=25, stop=[])
-    crowd = [client.sample(ints(i, i + 1), 1, params) for i in range(9)]
-    together = client.sample(ints(4, 5), 2, seeded).result()
-    assert [s.tokens for s in alone.sequences] == [s.tokens for s in together.sequences]
-    assert alone.sequences[0].tokens != alone.sequences[1].tokens
-    assert all(len(future.result().sequences) == 1 for future in crowd)
-
-
-def test_sampled_frequencies_are_the_models_probabilities(engine: EmbeddedEngine, random_model: Path) -> None:
-    client = engine.create_sampling_client().result()
+def test_sampled_frequencies_are_the_models_probabilities(client: Client, random_model: Path) -> None:
     count = 4000
     response = client.sample(ints(3, 9), count, tinker.SamplingParams(max_tokens=1, stop=[])).result()
     seen = np.bincount([s.tokens[0] for s in response.sequences], minlength=64) / count
@@ -80,8 +72,7 @@ def test_sampled_frequencies_are_the_models_probabilities(engine: EmbeddedEngine
     assert (np.abs(seen - probabilities) <= 5 * deviations + 1e-9).all()
 
 
-def test_stop_ids_end_a_sequence_with_the_id_included(engine: EmbeddedEngine) -> None:
-    client = engine.create_sampling_client().result()
+def test_stop_ids_end_a_sequence_with_the_id_included(client: Client) -> None:
     params = tinker.SamplingParams(max_tokens=40, stop=list(range(0, 64, 2)))
     for sequence in client.sample(ints(5), 20, params).result().sequences:
         *rest, last = sequence.tokens
@@ -90,8 +81,7 @@ def test_stop_ids_end_a_sequence_with_the_id_included(engine: EmbeddedEngine) ->
         assert all(token % 2 for token in rest)
 
 
-def test_a_stop_string_ends_with_the_token_that_completes_it(engine: EmbeddedEngine) -> None:
-    client = engine.create_sampling_client().result()
+def test_a_stop_string_ends_with_the_token_that_completes_it(client: Client) -> None:
     params = tinker.SamplingParams(max_tokens=40, stop=["w7", "w3 w"])
     for sequence in client.sample(ints(5), 30, params).result().sequences:
         text = " ".join(f"w{token}" for token in sequence.tokens)
@@ -100,13 +90,6 @@ def test_a_stop_string_ends_with_the_token_that_completes_it(engine: EmbeddedEng
         assert "w3 w" not in before
         if sequence.stop_reason == "stop":
             assert "w7" in text or "w3 w" in text or sequence.tokens[-1] == 1
-
-
-def test_the_context_ends_a_sequence(engine: EmbeddedEngine) -> None:
-    client = engine.create_sampling_client().result()
-    response = client.sample(ints(*range(2, 42)), 1, tinker.SamplingParams(max_tokens=500, stop=[])).result()
-    assert response.sequences[0].stop_reason == "length"
-    assert len(response.sequences[0].tokens) == engine.max_context - 40
 
 
 def test_prompt_logprobs_do_not_wait_on_the_thread_that_computes_them(
@@ -130,9 +113,8 @@ def test_prompt_logprobs_do_not_wait_on_the_thread_that_computes_them(
     engine.close()  # Not in a context manager: if the thread waits for itself, this never returns.
 
 
-@pytest.mark.parametrize("fault", ["seed", "shares_prefixes"])
 def test_an_engine_that_cannot_be_made_leaves_no_thread(
-    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> bool:
         raise ValueError("broken")
@@ -141,11 +123,10 @@ def test_an_engine_that_cannot_be_made_leaves_no_thread(
         """Only the engine's: the loader of transformers leaves its own to end by themselves."""
         return {thread for thread in threading.enumerate() if thread.name == "tinkerscript-engine"}
 
-    if fault == "shares_prefixes":
-        monkeypatch.setattr(embedded, "shares_prefixes", broken)
+    monkeypatch.setattr(embedded, "shares_prefixes", broken)
     before = threads()
-    with pytest.raises(ValueError, match=r"non-negative|broken"):
-        EmbeddedEngine(random_model, checkpoint_dir=tmp_path, seed=-1 if fault == "seed" else 0)
+    with pytest.raises(ValueError, match="broken"):
+        EmbeddedEngine(random_model, checkpoint_dir=tmp_path)
     assert threads() <= before
 
 
@@ -180,26 +161,7 @@ def test_closing_fails_a_job_between_two_slices(random_model: Path, tmp_path: Pa
             future.result(timeout=5)
 
 
-def test_sampling_goes_on_between_the_slices_of_a_long_job(engine: EmbeddedEngine) -> None:
-    client = engine.create_sampling_client().result()
-    sampled = threading.Event()
-
-    def slices() -> Generator[None, None, str]:
-        while not sampled.is_set():
-            yield
-        return "trained"
-
-    job = engine.context.thread.call_in_slices(slices)
-    after = engine.context.thread.call(job.done)
-    client.sample(ints(5), 1, tinker.SamplingParams(max_tokens=5, stop=[])).result(timeout=10)
-    assert not after.done()
-    sampled.set()
-    assert job.result(timeout=10) == "trained"
-    assert after.result(timeout=10)
-
-
-def test_a_cancelled_request_frees_its_rows(engine: EmbeddedEngine) -> None:
-    client = engine.create_sampling_client().result()
+def test_a_cancelled_request_frees_its_rows(engine: EmbeddedEngine, client: Client) -> None:
     with held_up(engine):
         abandoned = client.sample(ints(5), 4, tinker.SamplingParams(max_tokens=40, stop=[]))
         assert abandoned.future().cancel()
@@ -282,8 +244,7 @@ def test_an_id_without_weight_is_never_chosen(uniform: float, top_k: int) -> Non
     assert choose(logits, torch.tensor([uniform]), settings(1, top_k=top_k)).ids.item() in (1, 3)
 
 
-def test_a_stop_string_is_found_that_other_weights_have_begun(engine: EmbeddedEngine) -> None:
-    client = engine.create_sampling_client().result()
+def test_a_stop_string_is_found_that_other_weights_have_begun(client: Client) -> None:
     prompt, greedy = [5], tinker.SamplingParams(max_tokens=12, stop=[], temperature=0)
     ids = client.sample(ints(*prompt), 1, greedy).result().sequences[0].tokens
     across = tinker.SamplingParams(max_tokens=12, stop=f"w{ids[2]} w{ids[3]}", temperature=0)
@@ -292,9 +253,9 @@ def test_a_stop_string_is_found_that_other_weights_have_begun(engine: EmbeddedEn
         assert (rows[0].ids == wanted) == (sampled > 0)
 
 
-def test_cutting_ends_all_samples_between_two_slices_of_a_job(engine: EmbeddedEngine) -> None:
-    """Training may take long; the newer weights do not wait for it."""
-    client, other = (engine.create_sampling_client().result() for _ in range(2))
+def test_cutting_ends_all_samples_between_two_slices_of_a_job(engine: EmbeddedEngine, client: Client) -> None:
+    """Training may take long; sampling does not wait for it, and later jobs do."""
+    other = engine.create_sampling_client().result()
     began, go_on = threading.Event(), threading.Event()
 
     def job() -> Generator[None]:
@@ -303,6 +264,7 @@ def test_cutting_ends_all_samples_between_two_slices_of_a_job(engine: EmbeddedEn
             yield
 
     slow = engine.context.thread.call_in_slices(job)
+    after = engine.context.thread.call(slow.done)
     params = tinker.SamplingParams(max_tokens=40, stop=[])
     began.wait(timeout=20)
     client.cut()
@@ -310,5 +272,7 @@ def test_cutting_ends_all_samples_between_two_slices_of_a_job(engine: EmbeddedEn
     assert [(row.ids, row.stop_reason) for row in rows] == [([], "cut")] * 2
     assert len(other.sample(ints(3, 4), 1, params).result(timeout=20).sequences[0].tokens) == 40
     assert not slow.done()
+    assert not after.done()
     go_on.set()
     slow.result(timeout=20)
+    assert after.result(timeout=20)

@@ -59,22 +59,6 @@ def test_an_unknown_dtype_is_refused(random_model: Path, tmp_path: Path) -> None
         EmbeddedEngine(random_model, checkpoint_dir=tmp_path, dtype="half")
 
 
-def test_a_run_in_bfloat16_samples_and_trains_from_one_set_of_weights(
-    random_model: Path, tmp_path: Path
-) -> None:
-    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, dtype="bfloat16", seed=2) as engine:
-        training = engine.create_training_client()
-        client = training.save_weights_and_get_sampling_client().result()
-        prompt = [5, 9, 3]
-        params = tinker.SamplingParams(max_tokens=20, stop=[])
-        (sampled,) = client.sample(tinker.ModelInput.from_ints(prompt), 1, params).result().sequences
-        ids = np.array(prompt + sampled.tokens)
-        output = training.forward_backward([sft_datum(ids)], "cross_entropy").result()
-        trained = output.loss_fn_outputs[0]["logprobs"].to_numpy()[len(prompt) - 1 :]
-        assert float(np.abs(trained - np.array(sampled.logprobs)).mean()) < 0.1
-        training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
-
-
 def test_cross_entropy_returns_the_models_logprobs(engine: EmbeddedEngine, random_model: Path) -> None:
     ids = [3, 9, 27, 5]
     datum = tinker.Datum(

@@ -31,6 +31,11 @@ def trainer_of(folder: Path, **settings: Any) -> Trainer:
     return Trainer(AllWeights(load_model(folder)), **settings)
 
 
+@pytest.fixture
+def trainer(random_model: Path) -> Trainer:
+    return trainer_of(random_model)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "found"),
     [
@@ -41,17 +46,15 @@ def trainer_of(folder: Path, **settings: Any) -> Trainer:
     ],
 )
 def test_inputs_of_another_shape_or_type_are_refused(
-    random_model: Path, name: str, value: np.ndarray, found: str
+    trainer: Trainer, name: str, value: np.ndarray, found: str
 ) -> None:
     """They would broadcast to every pair of positions."""
-    trainer = trainer_of(random_model)
     data = [datum(4), datum(4, **{name: tinker.TensorData.from_numpy(value)})]
     with pytest.raises(EngineRequestError, match=rf"datum 1: .*loss_fn_inputs\.{name} .*{found}"):
         trainer.forward_backward(data, "cross_entropy", None, backward=True)
 
 
-def test_a_text_that_fills_the_context_trains_and_a_longer_one_is_refused(random_model: Path) -> None:
-    trainer = trainer_of(random_model)
+def test_a_text_that_fills_the_context_trains_and_a_longer_one_is_refused(trainer: Trainer) -> None:
     # 47 and 48 tokens that the model reads: texts of 48 and, the last token as a target alone, 49.
     trainer.forward_backward([datum(47), datum(48)], "cross_entropy", None, backward=True)
     with pytest.raises(EngineRequestError, match="datum 1: model_input has 49 tokens; the context holds 48"):
@@ -105,8 +108,8 @@ def test_no_step_is_taken_over_a_part_of_what_was_asked(engine: EmbeddedEngine, 
         torch.testing.assert_close(mine, other)
 
 
-def test_a_request_that_is_refused_changes_nothing(random_model: Path) -> None:
-    trainer, fresh = (trainer_of(random_model) for _ in range(2))
+def test_a_request_that_is_refused_changes_nothing(random_model: Path, trainer: Trainer) -> None:
+    fresh = trainer_of(random_model)
     trainer.forward_backward([datum(9)], "cross_entropy", None, backward=True)
     with pytest.raises(EngineRequestError):
         trainer.forward_backward([datum(5), datum(4, weights=[1.0])], "cross_entropy", None, backward=True)
@@ -115,8 +118,7 @@ def test_a_request_that_is_refused_changes_nothing(random_model: Path) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=0)
 
 
-def test_a_failure_without_gradients_stops_no_step(random_model: Path) -> None:
-    trainer = trainer_of(random_model)
+def test_a_failure_without_gradients_stops_no_step(trainer: Trainer) -> None:
     failing_on(trainer.model, 2)
     trainer.forward_backward([datum(9)], "cross_entropy", None, backward=True)
     with pytest.raises(RuntimeError):
@@ -124,8 +126,7 @@ def test_a_failure_without_gradients_stops_no_step(random_model: Path) -> None:
     assert (trainer.optim_step(ADAM).metrics or {})["grad_norm"] > 0
 
 
-def test_loading_weights_forgets_gradients_and_failures(engine: EmbeddedEngine, random_model: Path) -> None:
-    trainer = trainer_of(random_model)
+def test_loading_weights_forgets_gradients_and_failures(engine: EmbeddedEngine, trainer: Trainer) -> None:
     failing_on(trainer.model, 2)
     training = EmbeddedTrainingClient(engine.context, trainer, engine.checkpoint_dir)
     path = training.save_state("here").result().path
@@ -158,8 +159,8 @@ def test_a_checkpoint_without_optimizer_state_changes_no_weights(
     assert logprobs() != before
 
 
-def test_a_gradient_that_is_not_finite_spoils_no_later_step(random_model: Path) -> None:
-    trainer, fresh = (trainer_of(random_model) for _ in range(2))
+def test_a_gradient_that_is_not_finite_spoils_no_later_step(random_model: Path, trainer: Trainer) -> None:
+    fresh = trainer_of(random_model)
     spoiled = datum(9, weights=tinker.TensorData.from_numpy(np.full(9, np.inf, np.float32)))
     trainer.forward_backward([spoiled], "cross_entropy", None, backward=True)
     assert trainer.optim_step(ADAM).metrics == {"skipped_steps": 1.0}

@@ -98,10 +98,13 @@ async def test_a_json_schema_is_kept(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "names"),
-    [("required", {"add", "sub"}), ({"type": "function", "function": {"name": "sub"}}, {"sub"})],
+    ("choice", "names", "parallel"),
+    [
+        ("required", {"add", "sub"}, True),
+        ("required", {"add", "sub"}, False),
+        ({"type": "function", "function": {"name": "sub"}}, {"sub"}, True),
+    ],
 )
-@pytest.mark.parametrize("parallel", [True, False])
 async def test_a_tool_that_must_be_called_is_called(
     bench: Bench, choice: Any, names: set[str], parallel: bool
 ) -> None:

@@ -88,31 +88,6 @@ def test_windows_are_narrow_for_the_proof_alone() -> None:
     assert {layer.self_attn.sliding_window for layer in model.model.layers} == {16, None}
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "Qwen 3 Next"])
-def test_a_row_that_moves_is_decoded_as_before(name: str) -> None:
-    """Of prompts of three windows and of less than one, whose places are taken by one another's."""
-    model = family_model(name)
-    decoder = HubDecoder(model, shares=True)
-    ids = torch.randint(64, (2, 60), generator=torch.Generator().manual_seed(0))
-    lengths = torch.tensor([48, 5])
-    with torch.no_grad():
-        own = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
-        _, states = decoder.prefill(ids[:, :48], lengths)
-        cache: KVCache[int] = KVCache()
-        for row in (1, 0):
-            cache.add([row], states[row], int(lengths[row]))
-        for _ in range(3):
-            cache.grow()
-            decoder.step(ids[[1, 0], lengths[[1, 0]]], cache.groups)
-            cache.advance()
-            lengths = lengths + 1
-        cache.remove(1)
-        assert cache.rows == [0]
-        end = int(lengths[0])
-        found = decoder.step(ids[[0], end], cache.groups).log_softmax(-1)
-    torch.testing.assert_close(found, own[[0], end], atol=1e-5, rtol=0)
-
-
 def test_a_ring_is_not_the_storage_of_all_positions() -> None:
     model = family_model("gpt-oss")
     ids = torch.zeros(1, 48, dtype=torch.long)

@@ -89,6 +89,11 @@ def test_the_divergence_over_candidates_takes_the_rest_as_one_token() -> None:
             torch.testing.assert_close(*slopes, rtol=0, atol=1e-6)
 
 
+@pytest.fixture
+def trainer(random_model: Path) -> Trainer:
+    return Trainer(AllWeights(load_model(random_model)))
+
+
 def bounds(name: str, thresholds: tuple[float, float] | None = None) -> tuple[float, float]:
     return thresholds or ((1 - 3e-4, 1 + 4e-4) if name == "gspo" else (0.8, 1.2))
 
@@ -122,7 +127,7 @@ CASES: list[tuple[str, tuple[float, float] | None]] = [
 
 @pytest.mark.parametrize(("name", "thresholds"), CASES)
 def test_losses_and_gradients_equal_tinkers_formulas(
-    random_model: Path, name: str, thresholds: tuple[float, float] | None
+    random_model: Path, trainer: Trainer, name: str, thresholds: tuple[float, float] | None
 ) -> None:
     """Six sequences, prompts without advantage; ratios on both sides of the clip. To 1e-5 of the terms."""
     torch.set_num_threads(1)
@@ -148,7 +153,6 @@ def test_losses_and_gradients_equal_tinkers_formulas(
     terms = torch.cat(losses)
     terms.sum().backward()
     config = {"clip_low_threshold": low, "clip_high_threshold": high} if thresholds else None
-    trainer = Trainer(AllWeights(load_model(random_model)))
     found = trainer.forward_backward(data, name, config, backward=True).metrics["loss:sum"]
     assert found == pytest.approx(terms.sum().item(), abs=1e-5 * terms.abs().sum().item())
     assert_gradients(trainer, reference)
@@ -262,18 +266,16 @@ def test_each_token_trains_at_its_own_temperature(
         assert_gradients(trainer, reference)
 
 
-def test_entropies_are_those_of_the_distributions_that_were_sampled_from(random_model: Path) -> None:
+def test_entropies_are_those_of_the_distributions_that_were_sampled_from(trainer: Trainer) -> None:
     (datum,) = prefixed_datums(np.random.default_rng(4), [[0.5] * 8])
-    trainer = Trainer(AllWeights(load_model(random_model)))
     (row,) = trainer.forward_backward([datum], "ppo", None, backward=False).loss_fn_outputs
     logits = trainer.model(torch.tensor([datum.model_input.to_ints()])).logits[0]
     expected = torch.distributions.Categorical(logits=logits / 0.5).entropy()
     np.testing.assert_allclose(row["entropies"].to_numpy(), expected.detach().numpy(), atol=1e-5)
 
 
-def test_a_temperature_of_zero_is_refused_by_name(random_model: Path) -> None:
+def test_a_temperature_of_zero_is_refused_by_name(trainer: Trainer) -> None:
     (datum,) = prefixed_datums(np.random.default_rng(5), [[1.0] * 5 + [0.0]])
-    trainer = Trainer(AllWeights(load_model(random_model)))
     with pytest.raises(EngineRequestError, match=r"datum 0: loss_fn_inputs.temperatures must be above 0"):
         trainer.forward_backward([datum], "ppo", None, backward=False)
 
@@ -284,8 +286,7 @@ def confident(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping[
     return -inputs["advantages"] * logprobs - inputs[MASK] * logprobs
 
 
-def test_a_loss_sees_which_tokens_train(random_model: Path) -> None:
-    trainer = Trainer(AllWeights(load_model(random_model)))
+def test_a_loss_sees_which_tokens_train(trainer: Trainer) -> None:
     nothing, mask = np.zeros(6), np.array([0, 0, 0, 0, 1, 1])
     for more, trained in (({}, []), ({MASK: mask}, [4, 5])):
         datum = policy_datum(np.arange(2, 9), logprobs=nothing, advantages=nothing, **more)
@@ -322,15 +323,13 @@ def undeclared(logprobs: Tensor, inputs: Mapping[str, Tensor], settings: Mapping
     ],
 )
 def test_a_loss_or_a_setting_that_does_not_fit_is_refused(
-    random_model: Path, loss: str, config: dict[str, float | str] | None, said: str
+    trainer: Trainer, loss: str, config: dict[str, float | str] | None, said: str
 ) -> None:
-    trainer = Trainer(AllWeights(load_model(random_model)))
     with pytest.raises(EngineError, match=said):
         trainer.forward_backward([PLAIN], loss, config, backward=False)
 
 
-def test_a_loss_of_the_users_own_trains_with_its_settings(random_model: Path) -> None:
-    trainer = Trainer(AllWeights(load_model(random_model)))
+def test_a_loss_of_the_users_own_trains_with_its_settings(trainer: Trainer) -> None:
 
     def loss(name: str, config: dict[str, float | str] | None = None) -> float:
         return trainer.forward_backward([PLAIN], name, config, backward=False).metrics["loss:sum"]

@@ -161,7 +161,7 @@ def test_rows_that_need_a_mask_and_their_microbatches_are_bounded() -> None:
     assert max(len(batch) * batch[-1].size ** 2 for batch in batches) <= MAX_BRANCHING_TOKENS**2
 
 
-@pytest.mark.parametrize("error", [AttributeError, IndexError, RuntimeError, TypeError, ValueError])
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError])
 def test_a_model_that_fails_on_a_mask_trains_on_plain_rows(
     random_model: Path, error: type[Exception]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -55,7 +56,7 @@ def model_of(family: str, largest_logit: float, dtype: torch.dtype) -> Any:
 
 
 in_both_precisions = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-with_small_and_large_logits = pytest.mark.parametrize("logits", [8, 40])
+of_real_sizes = pytest.mark.parametrize(("logits", "dtype"), list(itertools.product([8, 40], DTYPES)))
 
 
 @in_both_precisions
@@ -123,8 +124,7 @@ FAULTS: dict[str, tuple[Callable[[Any], None], type[FusedDecoder]]] = {
 }
 
 
-@in_both_precisions
-@with_small_and_large_logits
+@of_real_sizes
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_decoder_with_a_fault_is_refused(fault: str, logits: float, dtype: torch.dtype) -> None:
     model, broken = (model_of("qwen3", logits, dtype) for _ in range(2))
@@ -134,8 +134,7 @@ def test_a_decoder_with_a_fault_is_refused(fault: str, logits: float, dtype: tor
     assert decoder_gap(own, kind(broken, dtype)) > own.limit
 
 
-@in_both_precisions
-@with_small_and_large_logits
+@of_real_sizes
 def test_a_model_that_the_fused_decoder_misreads_gets_its_own_forward_pass(
     logits: float, dtype: torch.dtype
 ) -> None:
@@ -152,8 +151,7 @@ class Louder(FusedDecoder):
         return super().with_adapter(AdapterTensors(adapter.scale * 1.25, adapter.modules, adapter.slot))
 
 
-@in_both_precisions
-@with_small_and_large_logits
+@of_real_sizes
 @pytest.mark.parametrize("kind", [FusedDecoder, HubDecoder])
 def test_adapters_are_proved(kind: type[Decoder], logits: float, dtype: torch.dtype) -> None:
     base = LoraBase(model_of("qwen3", logits, dtype), Path("base"), kind)
@@ -165,8 +163,7 @@ def test_adapters_are_proved(kind: type[Decoder], logits: float, dtype: torch.dt
     assert 0 <= decoder_gap(own, adapter.decoder()) <= own.limit
 
 
-@in_both_precisions
-@with_small_and_large_logits
+@of_real_sizes
 def test_a_wrong_scale_of_adapters_is_refused(logits: float, dtype: torch.dtype) -> None:
     base = LoraBase(model_of("qwen3", logits, dtype), Path("base"), Louder)
     with pytest.raises(
@@ -175,8 +172,7 @@ def test_a_wrong_scale_of_adapters_is_refused(logits: float, dtype: torch.dtype)
         base.prove(LoraSettings(4))
 
 
-@in_both_precisions
-@with_small_and_large_logits
+@of_real_sizes
 @pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
 def test_rows_are_not_shared_by_a_model_that_ignores_what_they_need(
     ignored: str, logits: float, dtype: torch.dtype

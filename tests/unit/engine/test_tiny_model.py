@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,38 +13,28 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokens
 
+from tinkerscript.model_folder import TINY_MODEL
+
 FILES = {
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "training.json",
+    *("config.json", "generation_config.json", "model.safetensors"),
+    *("tokenizer.json", "tokenizer_config.json", "training.json"),
 }
 
+
+def tool(name: str, description: str, **properties: dict[str, str]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    return {"name": name, "description": description, "parameters": parameters}
+
+
 # Two tools that the tokenizer was not trained on.
-STOCK_TOOL: dict[str, Any] = {
-    "name": "get_stock_price",
-    "description": "Fetch the latest share price of a company.",
-    "parameters": {
-        "type": "object",
-        "properties": {"ticker": {"type": "string", "description": "Stock symbol, for example AAPL."}},
-        "required": ["ticker"],
-    },
-}
-DICE_TOOL: dict[str, Any] = {
-    "name": "roll_dice",
-    "description": "Roll some dice.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "sides": {"type": "integer", "description": "How many sides each has."},
-            "count": {"type": "integer", "description": "How many to roll."},
-        },
-        "required": ["sides", "count"],
-        "additionalProperties": False,
-    },
-}
+TICKER = {"type": "string", "description": "Stock symbol, for example AAPL."}
+STOCK_TOOL = tool("get_stock_price", "Fetch the latest share price of a company.", ticker=TICKER)
+DICE_TOOL = tool(
+    "roll_dice",
+    "Roll some dice.",
+    sides={"type": "integer", "description": "How many sides each has."},
+    count={"type": "integer", "description": "How many to roll."},
+)
 
 Message = dict[str, Any]
 
@@ -72,17 +60,12 @@ RESULT = {"role": "tool", "content": "8"}
 
 # (messages, tools); each ends where the assistant speaks next.
 CHATS: dict[str, tuple[list[Message], list[dict[str, Any]]]] = {
-    "user": ([user("What is 23+45?")], []),
-    "system": ([SYSTEM, user("Hello")], []),
-    "odd whitespace": ([SYSTEM, user("\n\n  a\r\n\tb \n")], []),
-    "odd text": ([user("naïve 東京 \U0001f9ea ²½ e\u0301 \x00")], []),
+    "odd text": ([SYSTEM, user("\n\n  a\r\n\tb na\u00efve 東京 \U0001f9ea ²½ e\u0301 \x00 \n")], []),
     "multi-turn": (
         [user("What is 1+2?"), assistant("3"), user("And 3+4?"), assistant("\n7 "), user("Bye")],
         [],
     ),
-    "tools": ([user("Roll.")], [DICE_TOOL]),
     "system and two tools": ([SYSTEM, user("Roll.")], [DICE_TOOL, STOCK_TOOL]),
-    "tool response": ([user("Roll."), ROLL, RESULT], [DICE_TOOL]),
     "text before the call": ([SYSTEM, user("Roll."), TALK_AND_ROLL, RESULT], [DICE_TOOL]),
     "two calls": ([user("Both."), TWO_CALLS, RESULT], [DICE_TOOL, STOCK_TOOL]),
     "after the tool": (
@@ -93,16 +76,8 @@ CHATS: dict[str, tuple[list[Message], list[dict[str, Any]]]] = {
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    spec = importlib.util.find_spec("tinkerscript.engine")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "tiny"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Tokens:
-    return AutoTokenizer.from_pretrained(str(folder))
+def tokenizer() -> Tokens:
+    return AutoTokenizer.from_pretrained(str(TINY_MODEL))
 
 
 def openai_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
@@ -141,13 +116,6 @@ def test_three_renderers_write_the_same_ids(tokenizer: Tokens, name: str) -> Non
     assert with_cookbook(tokenizer, messages, tools) == ids
 
 
-def test_a_run_of_tool_responses_shares_one_user_block(tokenizer: Tokens) -> None:
-    """Qwen's template; tinker_cookbook's renderer opens a block for each, so the two differ here."""
-    messages, tools = [user("Both."), TWO_CALLS, RESULT, RESULT], [DICE_TOOL, STOCK_TOOL]
-    ids = with_template(tokenizer, messages, tools)
-    assert with_renderers(tokenizer, messages, tools) == ids
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -162,9 +130,9 @@ def test_a_run_of_tool_responses_shares_one_user_block(tokenizer: Tokens) -> Non
         '{"type": "function", "function": {"name": "',
     ],
 )
-def test_any_text_survives_the_round_trip(tokenizer: Tokens, folder: Path, text: str) -> None:
+def test_any_text_survives_the_round_trip(tokenizer: Tokens, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    plain = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    plain = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
     assert plain.decode(plain.encode(text).ids, skip_special_tokens=False) == text
 
 
@@ -183,41 +151,20 @@ def test_special_tokens_are_those_of_qwen3(tokenizer: Tokens) -> None:
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
-@pytest.mark.parametrize("tool", [STOCK_TOOL, DICE_TOOL], ids=lambda tool: tool["name"])
-def test_preamble_of_an_unseen_tool_is_short(tokenizer: Tokens, tool: dict[str, Any]) -> None:
-    without = with_renderers(tokenizer, [user("Hi")], [])
-    preamble = len(with_renderers(tokenizer, [user("Hi")], [tool])) - len(without)
-    assert preamble <= 100
-
-
-def test_folder_holds_exactly_the_model_and_is_small(folder: Path) -> None:
-    assert {path.name for path in folder.iterdir()} == FILES
-    assert sum(path.stat().st_size for path in folder.iterdir()) <= 4_000_000
-
-
-def test_config_fits_the_tokenizer(folder: Path, tokenizer: Tokens) -> None:
-    config = AutoConfig.from_pretrained(str(folder))
-    assert config.model_type == "qwen3"
-    assert config.max_position_embeddings >= 1024
-    assert config.vocab_size % 8 == 0
+def test_the_folder_holds_exactly_the_model_and_is_small(tokenizer: Tokens) -> None:
+    assert {path.name for path in TINY_MODEL.iterdir()} == FILES
+    assert sum(path.stat().st_size for path in TINY_MODEL.iterdir()) <= 4_000_000
+    for path in TINY_MODEL.glob("*.json"):
+        assert not any(root in path.read_text() for root in ("/home/", "/root/", "/tmp/", "/Users/")), path
+    config = AutoConfig.from_pretrained(str(TINY_MODEL))
     assert config.vocab_size >= len(tokenizer)
     assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
-def test_training_record_is_within_the_calibration(folder: Path) -> None:
-    record = json.loads((folder / "training.json").read_text())
+def test_training_record_is_within_the_calibration() -> None:
+    record = json.loads((TINY_MODEL / "training.json").read_text())
     accuracy = record["held_out_accuracy"]
     assert 0.35 <= accuracy["temperature_1"] <= 0.50
     assert accuracy["samples"] >= 2000
     assert accuracy["greedy"] >= 0.97
     assert record["mix"]["noise"] > 0
-
-
-def test_no_file_names_a_machine_path(folder: Path) -> None:
-    texts = {path.name: path.read_text() for path in folder.glob("*.json")}
-    assert [
-        name
-        for name, text in texts.items()
-        for root in ("/home/", "/root/", "/tmp/", "/Users/")
-        if root in text
-    ] == []

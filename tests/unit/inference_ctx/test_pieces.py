@@ -106,7 +106,9 @@ def test_raw_pieces_are_read(name: str) -> None:
     assert made.share > 0.5
 
 
-AMBIGUOUS: list[tuple[str, list[str], str, str]] = [
+AMBIGUOUS: list[tuple[str, list[str], str | None, str]] = [
+    ("byte_level_bpe", ["Ġthe"], None, "do not decode to the choice's text"),
+    ("byte_level_bpe", ["Ġthe"], " cat", "do not decode to the choice's text"),
     # Or "▁the", whose space the decoder drops.
     ("sentencepiece_bpe", ["the", "▁cat"], "the cat", "'▁the' decode alike"),
     ("sentencepiece_bpe", ["▁the", "A"], "theA", "'<0x41>' decode alike"),
@@ -119,7 +121,9 @@ AMBIGUOUS: list[tuple[str, list[str], str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "tokens", "text", "said"), AMBIGUOUS)
-def test_what_could_be_other_ids_is_refused(name: str, tokens: list[str], text: str, said: str) -> None:
+def test_what_could_be_other_ids_is_refused(
+    name: str, tokens: list[str], text: str | None, said: str
+) -> None:
     choice = {"message": {"content": text}, "logprobs": {"content": [{"token": t} for t in tokens]}}
     with pytest.raises(AlignmentError, match=said):
         InferenceContext(LOCAL[name]()).response_tokens_from_choice(choice)

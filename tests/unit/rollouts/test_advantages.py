@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
-from math import comb
 
 import numpy as np
 import pytest
@@ -45,16 +44,9 @@ def test_a_reward_that_training_could_not_bear_is_in_no_group_and_on_no_rollout(
     assert rollout.rewarded(-1e6).episode_reward == -1e6
 
 
-def test_each_rule_by_hand() -> None:
-    made = group(1.0, 0.0, 0.0, 1.0)
-    np.testing.assert_allclose(made.advantages(), [0.5, -0.5, -0.5, 0.5])
-    np.testing.assert_allclose(made.advantages(LEAVE_ONE_OUT), [2 / 3, -2 / 3, -2 / 3, 2 / 3], rtol=1e-6)
-    deviation = np.sqrt(1 / 3)
-    np.testing.assert_allclose(
-        made.advantages(BY_DEVIATION), np.array([0.5, -0.5, -0.5, 0.5]) / deviation, rtol=1e-5
-    )
-    both = made.advantages(AdvantageRule("leave_one_out", "group_deviation"))
-    np.testing.assert_allclose(both, np.array([2, -2, -2, 2]) / 3 / deviation, rtol=1e-5)
+def test_a_rule_by_hand() -> None:
+    both = group(1.0, 0.0, 0.0, 1.0).advantages(AdvantageRule("leave_one_out", "group_deviation"))
+    np.testing.assert_allclose(both, np.array([2, -2, -2, 2]) / 3 / np.sqrt(1 / 3), rtol=1e-5)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=16))
@@ -102,14 +94,6 @@ def test_one_episode_cannot_leave_itself_out() -> None:
         LEAVE_ONE_OUT.baselines([1.0])
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
-    """It would compare as equal to every other, and the whole group would not train."""
-    episodes = [make_episode([make_call(None, [1], [2])], r, f"e{r}") for r in (1.0, reward)]
-    with pytest.raises(ValueError, match="must be finite"):
-        make_group(episodes)
-
-
 def test_rewarded_sequences_are_an_episode() -> None:
     first = make_call(None, [1], [2])
     sequences = make_episode([first, make_call(first, [3], [4]), make_call(None, [1], [5])]).rollouts
@@ -146,18 +130,7 @@ def test_pass_k_compares_the_best_of_all_sets(k: int) -> None:
     for rewards in ([1, 0, 0, 0, 1, 0], [0.0, 0, 0, 0, 0, 2], random.normal(size=6).round(2).tolist()):
         found = group(*rewards).advantages(rule)
         np.testing.assert_allclose(found, by_subsets(rewards, k), rtol=1e-4, atol=1e-5)
-
-
-def test_pass_k_is_its_papers_for_rewards_of_0_and_1() -> None:
-    """Equations 14 and 15 of Chen et al. 2025, of 5 failures among 8 episodes and k = 4."""
-    size, failed, k = 8, 5, 4
-    passed = 1 - comb(failed, k) / comb(size, k)
-    deviation = np.sqrt(passed * (1 - passed))
-    right = (1 - passed) / deviation
-    wrong = (1 - passed - comb(failed - 1, k - 1) / comb(size - 1, k - 1)) / deviation
-    found = group(*[1.0] * 3, *[0.0] * 5).advantages(AdvantageRule(scale="group_deviation", pass_k=k))
-    np.testing.assert_allclose(found, [right] * 3 + [wrong] * 5, rtol=1e-5)
-    assert not group(1.0, 1.0, 1.0, 1.0).advantages(AdvantageRule(pass_k=2)).any()
+    assert not group(1.0, 1.0, 1.0, 1.0).advantages(rule).any()
 
 
 def test_a_batch_is_whitened_over_its_tokens() -> None:

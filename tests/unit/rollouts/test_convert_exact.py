@@ -18,6 +18,7 @@ from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.rollouts.advantages import RolloutBatch, RolloutGroup
 from tinkerscript.rollouts.call import Call, full_prompts
 from tinkerscript.rollouts.parquet import read_parquet, to_table, write_parquet
+from tinkerscript.rollouts.rollout import EpisodeRollouts
 from tinkerscript.rollouts.trainers import to_datum, to_trl, to_verl
 
 Row = tuple[Any, Any, Any]
@@ -143,19 +144,10 @@ def test_each_token_trains_once_after_its_prefix_with_its_logprob(form: str) -> 
 @settings(max_examples=40, deadline=None)
 @given(groups(forks=True))
 def test_told_to_train_them_constrained_tokens_train_once_too(group: RolloutGroup) -> None:
-    told = make_group(
-        [
-            make_episode(list(e.calls), e.reward, e.episode_uuid, trains_constrained=True)
-            for e in group.episodes
-        ]
-    )
-    free = make_group(
-        [
-            make_episode(
-                [structs.replace(call, constrained=b"") for call in e.calls], e.reward, e.episode_uuid
-            )
-            for e in group.episodes
-        ]
-    )
-    assert trained(tinker(told)) == expected(free)
-    assert trained(iter(list(parquet(told)))) == expected(free)
+    told, free = list[EpisodeRollouts](), list[EpisodeRollouts]()
+    for each in group.episodes:
+        named = (each.reward, each.episode_uuid)
+        told.append(make_episode(list(each.calls), *named, trains_constrained=True))
+        free.append(make_episode([structs.replace(call, constrained=b"") for call in each.calls], *named))
+    for read in (tinker, parquet):
+        assert trained(read(make_group(told))) == expected(make_group(free))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout_helpers import make_call, make_episode, make_group, random_calls
-from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup, by_call
+from tinkerscript.rollouts.advantages import AdvantageRule, RolloutGroup
 from tinkerscript.rollouts.call import Call
 from tinkerscript.rollouts.credit import Credit, returns_of, rewards_of_calls
 from tinkerscript.rollouts.rollout import EpisodeRollouts
@@ -100,17 +100,6 @@ def test_without_a_baseline_the_returns_themselves_train() -> None:
     group = make_group([episode("a", [1.0, 0.5]), episode("b", [1.0, 0.5])])
     rule = AdvantageRule("none", "batch_deviation")
     np.testing.assert_allclose(token_advantages(group, Credit(), rule), [1.5, 0.5] * 2)
-
-
-def test_returns_are_those_of_token_rewards_by_call() -> None:
-    """`by_call` and `Rollout.returns`, the library's own way, over one sequence and a shared baseline."""
-    own = [0.2, 0.0, 1.0, 0.5]
-    made = episode("e", own, calls=conversation(4))
-    (rollout,) = made.rollouts
-    shaped = rollout.rewarded(by_call(rollout, own))
-    ours = returns_of(rewards_of_calls(made), 1.0)
-    for segment, value in zip(rollout.segments, ours, strict=True):
-        np.testing.assert_allclose(shaped.returns[segment.start : segment.end], value, rtol=1e-6)
 
 
 def test_a_later_sequence_counts_for_an_earlier_one() -> None:

@@ -1,13 +1,22 @@
-"""Padded batches, returns and advantages."""
+"""Padded batches, and a reward's shares of tokens and what they return."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rollout_helpers import make_call, make_episode, make_group, random_calls
-from tinkerscript.rollouts.advantages import TrainingBatch, WeightedRollout
-from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.rollouts.advantages import (
+    TrainingBatch,
+    WeightedRollout,
+    at_end,
+    by_call,
+    discounted,
+    evenly,
+)
+from tinkerscript.rollouts.rollout import Rollout
 
 
 def test_a_batch_holds_every_row_and_nothing_else() -> None:
@@ -27,11 +36,8 @@ def test_a_batch_holds_every_row_and_nothing_else() -> None:
         np.testing.assert_array_equal(batch.loss_weights[i][:n], item.advantages)
         np.testing.assert_array_equal(batch.policy_logprobs[i][:n], item.rollout.logprobs)
     assert (batch.loss_weights[~batch.loss_masks] == 0).all()
-    assert [a.dtype for a in (batch.input_ids, batch.loss_masks, batch.loss_weights)] == [
-        np.dtype("int32"),
-        np.dtype("bool"),
-        np.dtype("float32"),
-    ]
+    dtypes = [str(a.dtype) for a in (batch.input_ids, batch.loss_masks, batch.loss_weights)]
+    assert dtypes == ["int32", "bool", "float32"]
 
 
 def test_a_batch_never_cuts() -> None:
@@ -44,9 +50,15 @@ def test_a_batch_never_cuts() -> None:
         TrainingBatch.of([])
 
 
-def test_a_number_is_every_tokens_return_and_shares_are_summed_from_the_token_on() -> None:
+def two_turns() -> Rollout:
+    """[1 2] 10 11 [3] 12"""
     first = make_call(None, [1, 2], [10, 11])
     (rollout,) = make_episode([first, make_call(first, [3], [12])]).rollouts
+    return rollout
+
+
+def test_a_number_is_every_tokens_return_and_shares_are_summed_from_the_token_on() -> None:
+    rollout = two_turns()
     assert rollout.rewarded(0.5).returns.tolist() == [0, 0, 0.5, 0.5, 0, 0.5]
     shaped = rollout.rewarded([0.25, 0.0, 0.0, 0.5])
     assert shaped.episode_reward == 0.75
@@ -54,13 +66,26 @@ def test_a_number_is_every_tokens_return_and_shares_are_summed_from_the_token_on
     assert shaped.token_rewards.tolist() == [0.25, 0, 0, 0.5]
 
 
-def test_a_tokens_advantage_is_its_return_above_the_groups_mean() -> None:
-    first = make_call(None, [1, 2], [10, 11])
-    plain = make_episode([first, make_call(first, [3], [12])], reward=0.75)
-    shaped = EpisodeRollouts("s", 0.75, (plain.rollouts[0].rewarded([0.25, 0.0, 0.0, 0.5]),))
-    zero = make_episode([make_call(None, [1], [2])], reward=0.0, name="z")
-    by_token, by_episode, worst = make_group([shaped, plain, zero]).weighted()
-    assert by_token.advantages.tolist() == [0, 0, 0.25, 0, 0, 0]
-    assert by_episode.advantages.tolist() == [0, 0, 0.25, 0.25, 0, 0.25]
-    assert (by_token.scalar, by_episode.scalar, worst.scalar) == (None, 0.25, -0.5)
-    np.testing.assert_allclose(by_episode.scaled(0.1).advantages[2], 0.025)
+@pytest.mark.parametrize(
+    ("reward", "shares"),
+    [
+        (lambda rollout: at_end(rollout, 6), [0, 0, 0, 6]),
+        (lambda rollout: evenly(rollout, 6), [2, 2, 0, 2]),
+        (lambda rollout: discounted(rollout, 7, 0.5), [1, 2, 0, 4]),
+        (lambda rollout: by_call(rollout, [2, 4]), [0, 2, 0, 4]),
+    ],
+)
+def test_shares_fall_on_sampled_tokens_and_sum_to_the_reward(reward: Any, shares: list[float]) -> None:
+    rollout = two_turns()
+    shaped = rollout.rewarded(reward(rollout))
+    np.testing.assert_allclose(shaped.token_rewards, shares, rtol=1e-6)
+    assert shaped.token_rewards.dtype == np.float32
+    assert shaped.episode_reward == pytest.approx(sum(shares))
+
+
+def test_what_cannot_be_shared_out_is_refused() -> None:
+    with pytest.raises(ValueError, match="1 rewards for 2 calls"):
+        by_call(two_turns(), [1.0])
+    for discount in (0.0, 1.5):
+        with pytest.raises(ValueError, match="above 0 and at most 1"):
+            discounted(two_turns(), 1.0, discount)
