@@ -1,9 +1,13 @@
-"""LoRA adapters: they train and sample as PEFT computes, over one frozen base, and their files are PEFT's."""
+"""LoRA adapters: they train and sample as PEFT computes, over one frozen base, and their files are PEFT's.
+
+The base may be in 8 bits; `tests/peers` has 4 bits.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import sys
 import warnings
 from collections.abc import Generator
 from pathlib import Path
@@ -19,7 +23,9 @@ from engine_helpers import own_logprobs, saved
 from small_models import sft_datum, small_model
 from tinkerscript.engine.decoder import FusedDecoder, HubDecoder
 from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.lora import LoraBase, merged, settings_of
+from tinkerscript.engine.lora import LoraBase, expert_weights, merged, settings_of
+from tinkerscript.engine.memory import Workload, peak_memory
+from tinkerscript.engine.quantization import QuantizedLinear, is_quantized, linear_modules
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.engine.weights import LoraSettings, load_model
 from tinkerscript.errors import ConfigError, EngineError, EngineRequestError
@@ -32,11 +38,8 @@ LORA = LoraSettings(4, alpha=8.0, seed=5)
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
-def datum(seed: int, length: int) -> tinker.Datum:
-    return sft_datum(np.random.default_rng(seed).integers(2, 64, length + 1))
-
-
-DATA = [datum(seed, 5 + seed) for seed in range(4)]
+ROWS = [np.random.default_rng(seed).integers(2, 64, 6 + seed).tolist() for seed in range(4)]
+DATA = [sft_datum(row) for row in ROWS]
 PROMPT = tinker.ModelInput.from_ints([5, 6, 7])
 
 
@@ -60,18 +63,20 @@ def logprobs(client: EmbeddedTrainingClient) -> np.ndarray:
     return np.concatenate([output["logprobs"].to_numpy() for output in outputs])
 
 
-def whole(data: tinker.Datum) -> list[int]:
-    return [*data.model_input.to_ints(), int(data.loss_fn_inputs["target_tokens"].to_numpy()[-1])]
-
-
 def sampled_logprobs(client: Any) -> np.ndarray:
-    rows = [client.compute_logprobs(tinker.ModelInput.from_ints(whole(each))).result()[1:] for each in DATA]
-    return np.concatenate(rows).astype(np.float32)
+    found = [client.compute_logprobs(tinker.ModelInput.from_ints(row)).result()[1:] for row in ROWS]
+    return np.concatenate(found).astype(np.float32)
 
 
 def reference(model: Any) -> np.ndarray:
     """The log probabilities of `DATA` by the forward pass of any model."""
-    return np.concatenate([own_logprobs(model, whole(each)) for each in DATA])
+    return np.concatenate([own_logprobs(model, row) for row in ROWS])
+
+
+def own_loss(model: Any) -> torch.Tensor:
+    """Cross entropy of `DATA`, by Hugging Face."""
+    rows = [torch.tensor([row]) for row in ROWS]
+    return torch.stack([model(input_ids=row, labels=row).loss * (row.numel() - 1) for row in rows]).sum()
 
 
 def peft_model(folder: Path, settings: LoraSettings) -> PeftModel:
@@ -82,18 +87,12 @@ def peft_model(folder: Path, settings: LoraSettings) -> PeftModel:
 
 def test_steps_are_those_of_peft(engine: EmbeddedEngine, random_model: Path) -> None:
     theirs = peft_model(random_model, LORA)
-    rows = [torch.tensor([whole(each)]) for each in DATA]
-    optimizer = torch.optim.AdamW(
-        [p for p in theirs.parameters() if p.requires_grad],
-        lr=ADAM.learning_rate,
-        betas=(ADAM.beta1, ADAM.beta2),
-        eps=ADAM.eps,
-        weight_decay=0.0,
-    )
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    settings: dict[str, Any] = {"lr": ADAM.learning_rate, "betas": (ADAM.beta1, ADAM.beta2), "eps": ADAM.eps}
+    optimizer = torch.optim.AdamW(trained, **settings, weight_decay=0.0)
     expected: list[float] = []
     for _ in range(3):
-        losses = [theirs(input_ids=ids, labels=ids).loss * (ids.numel() - 1) for ids in rows]
-        loss = torch.stack(losses).sum()
+        loss = own_loss(theirs)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -351,3 +350,92 @@ def test_decoders_and_training_take_turns_on_a_module_tree() -> None:
         base.new_adapter(LoraSettings(2, targets=("attn",)))
         assert torch.equal(scores(decoders[1]), expected[1])
         assert torch.equal(scores(base.plain), plain)
+
+
+# A base in 8 bits
+
+
+@pytest.fixture
+def quantized(random_model: Path, tmp_path: Path) -> Generator[EmbeddedEngine]:
+    with EmbeddedEngine(random_model, checkpoint_dir=tmp_path, lora=LORA, quantization="int8") as engine:
+        yield engine
+
+
+def rounded_peft_model(folder: Path) -> Any:
+    """PEFT over a model whose weights are whole multiples of 1/127 of the largest of their output."""
+    made: Any = peft_model(folder, LORA)
+    for path, module in made.named_modules():
+        if path.endswith("_proj"):
+            weight = module.base_layer.weight
+            step = weight.data.abs().max(dim=1).values[:, None] / 127
+            weight.data = torch.round(weight.data / step) * step
+    return made
+
+
+def test_a_quantized_base_computes_with_the_rounded_weights(
+    quantized: EmbeddedEngine, random_model: Path
+) -> None:
+    found = logprobs(quantized.create_training_client())
+    assert found == pytest.approx(reference(rounded_peft_model(random_model)), abs=1e-5)
+    assert abs(found - reference(load_model(random_model))).max() > 1e-3
+
+
+def test_the_gradient_through_a_quantized_base_is_pefts(
+    quantized: EmbeddedEngine, random_model: Path
+) -> None:
+    """Through two layers and back: the norm of all adapters' gradients."""
+    client = quantized.create_training_client()
+    train(client, 1)
+    adapter = client.save_state("one").result().path
+    client.forward_backward(DATA, "cross_entropy").result()
+    stepped = client.optim_step(ADAM).result().metrics or {}
+    model = rounded_peft_model(random_model)
+    model.load_adapter(adapter, "one", is_trainable=True)
+    model.set_adapter("one")
+    own_loss(model).backward()
+    squares = [each.grad.square().sum() for each in model.parameters() if each.grad is not None]
+    assert len(squares) == 2 * (7 * 2 + 1)
+    assert stepped["grad_norm"] == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-5)
+
+
+def test_sampler_and_trainer_agree_while_an_adapter_of_a_quantized_base_learns(
+    quantized: EmbeddedEngine,
+) -> None:
+    client = quantized.create_training_client()
+    losses = train(client, 12)
+    assert losses[-1] < 0.7 * losses[0]
+    sampler = client.save_weights_and_get_sampling_client().result()
+    assert sampled_logprobs(sampler) == pytest.approx(logprobs(client), abs=1e-5)
+
+
+def test_a_quantized_base_holds_what_the_formula_says(random_model: Path) -> None:
+    model = load_model(random_model, quantization="int8")
+    assert is_quantized(model)
+    layers = [each for each in model.modules() if isinstance(each, QuantizedLinear)]
+    assert len(layers) == 14
+    held = sum(each.nbytes for each in (*model.parameters(), *(layer.weight for layer in layers)))
+
+    def said(**settings: Any) -> int:
+        return peak_memory(model.config, LORA, torch.float32, Workload(64, 64, **settings)).weights
+
+    tables = said() - sum(each.nbytes for each in load_model(random_model).parameters())
+    assert said(quantization="int8") - tables == held
+
+
+def test_head_experts_and_routers_keep_their_precision() -> None:
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = small_model("Qwen3Moe", num_key_value_heads=2, **shape)
+    kinds = {path.rpartition(".")[2] for path in linear_modules(model)}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert expert_weights(model, ["mlp"])
+
+
+def test_what_cannot_be_quantized_is_refused_by_name(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_model("GPT2", n_embd=32, n_layer=1, n_head=4, n_positions=32).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="a model of type 'gpt2' has no linear modules to quantize"):
+        load_model(tmp_path, quantization="int8")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(EngineError, match=r"pip install 'tinkerscript\[quantized\]', or set int8"):
+        load_model(random_model, quantization="nf4")
