@@ -106,14 +106,6 @@ def policy_datum(ids: np.ndarray, **inputs: np.ndarray) -> tinker.Datum:
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=tensors)
 
 
-def assert_gradients(trainer: Trainer, reference: torch.nn.Module) -> None:
-    for mine, other in zip(trainer.model.parameters(), reference.parameters(), strict=True):
-        assert mine.grad is not None
-        assert other.grad is not None
-        largest = float(other.grad.abs().max())
-        torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-5 * max(1.0, largest), rtol=1e-5)
-
-
 CASES: list[tuple[str, tuple[float, float] | None]] = [
     ("importance_sampling", None),
     ("dro", None),
@@ -125,37 +117,65 @@ CASES: list[tuple[str, tuple[float, float] | None]] = [
 ]
 
 
+MIXED = [[0.7] * 9, [1.0] * 4 + [1.3] * 4, [1.0] * 3 + [0.2, 0.7, 0.7, 1.0, 2.5], [1.0] * 6]
+"""Temperatures of tokens; where sequences share a token, they may go on from it at different ones."""
+
+
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize(("name", "thresholds"), CASES)
 def test_losses_and_gradients_equal_tinkers_formulas(
-    random_model: Path, trainer: Trainer, name: str, thresholds: tuple[float, float] | None
+    random_model: Path,
+    name: str,
+    thresholds: tuple[float, float] | None,
+    mixed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Six sequences, prompts without advantage; ratios on both sides of the clip. To 1e-5 of the terms."""
+    """By plain torch in float64, to 1e-5 of the terms, in one chunk and in several. Sequences begin alike,
+    their prompts have no advantage, and ratios are on both sides of the clip. `mixed`: each token trains at
+    its own temperature, in rows that share what is alike."""
     torch.set_num_threads(1)
     random = np.random.default_rng(7)
     reference = load_model(random_model).double()
+    begin = random.integers(2, 64, 5)
     data: list[tinker.Datum] = []
     losses: list[Tensor] = []
+    expected: list[Tensor] = []
     low, high = bounds(name, thresholds)
     outside = 0
-    for length in random.integers(4, 20, 6).tolist():
-        ids = random.integers(2, 64, length + 1)
+    for row in MIXED * 2:
+        length = len(row)
+        ids = np.append(begin, random.integers(2, 64, length - 4))
+        temperatures = np.array(row if mixed else [1.0] * length, np.float32)
         logits = reference(torch.from_numpy(ids[None, :-1])).logits[0]
-        ours = logits.log_softmax(-1)[torch.arange(length), torch.from_numpy(ids[1:])]
+        probabilities = torch.softmax(logits / torch.from_numpy(temperatures).double()[:, None], -1)
+        ours = probabilities[torch.arange(length), torch.from_numpy(ids[1:])].log()
         theirs = (ours.detach().numpy() + random.normal(0, 0.4, length)).astype(np.float32)
         advantages = random.normal(size=length).astype(np.float32)
         advantages[: length // 3] = 0
         given = torch.from_numpy(theirs).double(), torch.from_numpy(advantages).double()
         losses.append(FORMULAS[name](ours, *given, low, high))
+        expected.append(ours.detach())
         ratio = np.exp(ours.detach().numpy() - theirs)
         outside += int(((ratio < low) | (ratio > high)).sum())
-        data.append(policy_datum(ids, logprobs=theirs, advantages=advantages))
+        more = {TEMPERATURES: temperatures} if mixed else {}
+        data.append(policy_datum(ids, logprobs=theirs, advantages=advantages, **more))
     assert outside > 5
     terms = torch.cat(losses)
     terms.sum().backward()
     config = {"clip_low_threshold": low, "clip_high_threshold": high} if thresholds else None
-    found = trainer.forward_backward(data, name, config, backward=True).metrics["loss:sum"]
-    assert found == pytest.approx(terms.sum().item(), abs=1e-5 * terms.abs().sum().item())
-    assert_gradients(trainer, reference)
+    for chunk in (1000, 3):
+        monkeypatch.setattr("tinkerscript.engine.losses.logits_rows", lambda *_, chunk=chunk: chunk)
+        trainer = Trainer(AllWeights(load_model(random_model)), share_prefixes=mixed)
+        output = trainer.forward_backward(data, name, config, backward=True)
+        for found, ours in zip(output.loss_fn_outputs, expected, strict=True):
+            np.testing.assert_allclose(found["logprobs"].to_numpy(), ours.numpy(), atol=1e-5)
+        tolerance = 1e-5 * terms.abs().sum().item()
+        assert output.metrics["loss:sum"] == pytest.approx(terms.sum().item(), abs=tolerance)
+        for mine, other in zip(trainer.model.parameters(), reference.parameters(), strict=True):
+            assert mine.grad is not None
+            assert other.grad is not None
+            scale = max(1.0, float(other.grad.abs().max()))
+            torch.testing.assert_close(mine.grad.double(), other.grad, atol=1e-5 * scale, rtol=1e-5)
 
 
 def by_hand(
@@ -222,52 +242,10 @@ def test_a_ratio_beyond_float32_leaves_the_gradient_finite(name: str, ours: floa
             assert losses[0] == pytest.approx(-advantage * np.exp(np.clip(ours + 1, -20, 20)), rel=1e-5)
 
 
-def prefixed_datums(random: np.random.Generator, temperatures: list[list[float]]) -> list[tinker.Datum]:
-    """Sequences that begin alike, each token with a temperature of its own."""
-    begin = random.integers(2, 64, 5)
-    data: list[tinker.Datum] = []
-    for row in temperatures:
-        ids = np.append(begin, random.integers(2, 64, len(row) - 4))
-        given = {"logprobs": random.normal(-4, 0.3, len(row)), "advantages": random.normal(size=len(row))}
-        data.append(policy_datum(ids, **given, temperatures=np.array(row)))
-    return data
-
-
-MIXED = [[0.7] * 9, [1.0] * 4 + [1.3] * 4, [1.0] * 3 + [0.2, 0.7, 0.7, 1.0, 2.5], [1.0] * 6]
-"""Temperatures of tokens; where the sequences share a token, they may go on from it at different ones."""
-
-
-@pytest.mark.parametrize("share_prefixes", [False, True])
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
-def test_each_token_trains_at_its_own_temperature(
-    random_model: Path, name: str, share_prefixes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against softmax(logits / temperature) by plain torch in float64, in one chunk and in several."""
-    torch.set_num_threads(1)
-    data = prefixed_datums(np.random.default_rng(3), MIXED)
-    reference = load_model(random_model).double()
-    losses: list[Tensor] = []
-    expected: list[Tensor] = []
-    for datum in data:
-        inputs = {key: torch.from_numpy(value.to_numpy()) for key, value in datum.loss_fn_inputs.items()}
-        logits = reference(torch.tensor([datum.model_input.to_ints()])).logits[0]
-        scaled = torch.softmax(logits / inputs[TEMPERATURES].double()[:, None], -1)
-        ours = scaled[torch.arange(len(logits)), inputs["target_tokens"]].log()
-        given = inputs["logprobs"].double(), inputs["advantages"].double()
-        losses.append(FORMULAS[name](ours, *given, *bounds(name)).sum())
-        expected.append(ours.detach())
-    torch.stack(losses).sum().backward()
-    for chunk in (1000, 3):
-        monkeypatch.setattr("tinkerscript.engine.losses.logits_rows", lambda *_, chunk=chunk: chunk)
-        trainer = Trainer(AllWeights(load_model(random_model)), share_prefixes=share_prefixes)
-        output = trainer.forward_backward(data, name, None, backward=True)
-        for row, ours in zip(output.loss_fn_outputs, expected, strict=True):
-            np.testing.assert_allclose(row["logprobs"].to_numpy(), ours.numpy(), atol=1e-5)
-        assert_gradients(trainer, reference)
-
-
 def test_entropies_are_those_of_the_distributions_that_were_sampled_from(trainer: Trainer) -> None:
-    (datum,) = prefixed_datums(np.random.default_rng(4), [[0.5] * 8])
+    zeros = np.zeros(8)
+    given = {"logprobs": zeros, "advantages": zeros, TEMPERATURES: np.full(8, 0.5)}
+    datum = policy_datum(np.arange(2, 11), **given)
     (row,) = trainer.forward_backward([datum], "ppo", None, backward=False).loss_fn_outputs
     logits = trainer.model(torch.tensor([datum.model_input.to_ints()])).logits[0]
     expected = torch.distributions.Categorical(logits=logits / 0.5).entropy()
@@ -275,7 +253,8 @@ def test_entropies_are_those_of_the_distributions_that_were_sampled_from(trainer
 
 
 def test_a_temperature_of_zero_is_refused_by_name(trainer: Trainer) -> None:
-    (datum,) = prefixed_datums(np.random.default_rng(5), [[1.0] * 5 + [0.0]])
+    given = {"logprobs": np.zeros(2), "advantages": np.zeros(2), TEMPERATURES: np.array([1.0, 0.0])}
+    datum = policy_datum(np.array([2, 3, 4]), **given)
     with pytest.raises(EngineRequestError, match=r"datum 0: loss_fn_inputs.temperatures must be above 0"):
         trainer.forward_backward([datum], "ppo", None, backward=False)
 
