@@ -107,7 +107,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Generator[Ranks]:
     ranks.close()
 
 
-def joined() -> tuple[TCPStore, Connection]:
+def joined() -> tuple[Any, Connection]:
     """As rank 1, which its launcher started."""
     store, connection = meet(2)
     connection.send(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def client(engine: EmbeddedEngine) -> Client:
 
 
 @contextmanager
-def held_up(engine: EmbeddedEngine) -> Iterator[None]:
+def held_up(engine: EmbeddedEngine) -> Generator[None]:
     """Requests that are made meanwhile are all there before the engine's thread goes on."""
     gate = threading.Event()
     engine.context.thread.call(lambda: gate.wait(10))

@@ -205,8 +205,8 @@ def by_hand(
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_token_without_advantage_may_have_any_logprob(name: str) -> None:
-    given = {"theirs": -1e30, "mask": [False, True], "dtype": torch.float32}
-    losses, slopes = by_hand(name, [-1.0, -2.0], [0.0, 1.0], **given)
+    mask, dtype = [False, True], torch.float32
+    losses, slopes = by_hand(name, [-1.0, -2.0], [0.0, 1.0], theirs=-1e30, mask=mask, dtype=dtype)
     assert (losses[0], slopes[0], math.isfinite(slopes[1])) == (0.0, 0.0, True)
 
 

