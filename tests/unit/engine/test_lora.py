@@ -172,7 +172,7 @@ def test_runs_hold_their_base_once(random_model: Path, tmp_path: Path) -> None:
     assert (held[1] - held[0]) / 3 <= 5 * adapter < base / 8
 
 
-def test_a_checkpoint_is_peft_s_and_is_loaded_by_peft_in_both_ways(
+def test_a_checkpoint_is_peft_s_and_is_loaded_by_peft_in_both_ways_and_served(
     engine: EmbeddedEngine, random_model: Path
 ) -> None:
     client = engine.create_training_client()
@@ -190,6 +190,9 @@ def test_a_checkpoint_is_peft_s_and_is_loaded_by_peft_in_both_ways(
         theirs = dict(loaded.merge_and_unload().named_parameters())
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-5)
+    with EmbeddedEngine(path) as served:
+        found = sampled_logprobs(served.create_sampling_client().result())
+    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_peft_s_own_folder_is_taken(engine: EmbeddedEngine, random_model: Path, tmp_path: Path) -> None:
@@ -298,15 +301,6 @@ def test_checkpoints_of_other_kinds_are_refused(
     (path / ADAPTER_CONFIG).write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"the base of the LoRA adapter in .* cannot be used: .*gone"):
         EmbeddedEngine(path)
-
-
-def test_an_adapter_is_a_model_to_sample_from(engine: EmbeddedEngine) -> None:
-    client = engine.create_training_client()
-    train(client, 2)
-    path = Path(client.save_state("a").result().path)
-    with EmbeddedEngine(path) as served:
-        found = sampled_logprobs(served.create_sampling_client().result())
-    assert found == pytest.approx(logprobs(client), abs=1e-4)
 
 
 def test_tied_embeddings_are_untied_where_the_head_has_an_adapter(random_model: Path, tmp_path: Path) -> None:

@@ -55,14 +55,8 @@ def groups(rng: np.random.Generator) -> list[list[int]]:
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_sharing_prefixes_changes_no_gradient(loss_fn: str, budget: int) -> None:
     """In float64 throughout, which GPT-2 is: Llama's norms compute in float32 whatever the weights are."""
-    shape: dict[str, Any] = {
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        "initializer_range": 0.3,
-    }
-    plain = small_model("GPT2", **shape).double()
+    shape: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    plain = small_model("GPT2", initializer_range=0.3, **shape).double()
     shared = copy.deepcopy(plain)
     rng = np.random.default_rng(7)
     data = [datum(ids, rng, loss_fn) for ids in groups(rng)]

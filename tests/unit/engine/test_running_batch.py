@@ -68,27 +68,13 @@ def seeded(*prompt: int, samples: int = 2, max_tokens: int = 12) -> Request:
     return Request(prompt, samples, max_tokens, 1.0, 1.0, -1, sum(prompt), frozenset(), ())
 
 
-def matched(fails_at: str, after: int = 0) -> Callable[[Request], None]:
-    def change(request: Request) -> None:
-        request.matchers = [FaultyMatcher(fails_at, after) for _ in range(request.num_samples)]  # pyright: ignore
-
-    return change
+def matchers(fails_at: str, after: int = 0) -> dict[str, Any]:
+    return {"matchers": [FaultyMatcher(fails_at, after) for _ in range(2)]}
 
 
-def with_report(request: Request) -> None:
-    def report(index: int, offset: int, *_: Any) -> None:
-        if index and offset == 3:
-            raise ValueError("the listener is gone")
-
-    request.report = report
-
-
-def with_setting(**settings: Any) -> Callable[[Request], None]:
-    def change(request: Request) -> None:
-        for name, value in settings.items():
-            setattr(request, name, value)
-
-    return change
+def report(index: int, offset: int, *_: Any) -> None:
+    if index and offset == 3:
+        raise ValueError("the listener is gone")
 
 
 def decode(ids: list[int]) -> str:
@@ -97,26 +83,27 @@ def decode(ids: list[int]) -> str:
     return ""
 
 
-FAULTS: dict[str, tuple[str, Callable[[Request], None], str]] = {
-    "admission: the seed": ("", with_setting(seed="one"), "unsupported operand"),
-    "admission: a setting": ("", with_setting(top_k=2**70), "verflow"),
-    "prefill": ("prefill", lambda _: None, "out of memory"),
-    "the model's logits": ("logits", lambda _: None, "not finite"),
-    "the temperature": ("", with_setting(temperature=float("nan")), "not finite"),
-    "the grammar's first mask": ("", matched("allowed"), "allows nothing"),
-    "a later mask": ("", matched("allowed", after=7), "allows nothing"),
-    "a mask of another vocabulary": ("", matched("width"), "could not broadcast"),
-    "the grammar's next state": ("", matched("take"), "does not allow"),
-    "the listener": ("", with_report, "listener is gone"),
-    "finishing: a stop string": ("", with_setting(stop_strings=("\ud800",)), "surrogates"),
-    "finishing: the text": ("", with_setting(stop_strings=("x",)), "no text"),
+FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "admission: the seed": ("", {"seed": "one"}, "unsupported operand"),
+    "admission: a setting": ("", {"top_k": 2**70}, "verflow"),
+    "prefill": ("prefill", {}, "out of memory"),
+    "the model's logits": ("logits", {}, "not finite"),
+    "the temperature": ("", {"temperature": float("nan")}, "not finite"),
+    "the grammar's first mask": ("", matchers("allowed"), "allows nothing"),
+    "a later mask": ("", matchers("allowed", after=7), "allows nothing"),
+    "a mask of another vocabulary": ("", matchers("width"), "could not broadcast"),
+    "the grammar's next state": ("", matchers("take"), "does not allow"),
+    "the listener": ("", {"report": report}, "listener is gone"),
+    "finishing: a stop string": ("", {"stop_strings": ("\ud800",)}, "surrogates"),
+    "finishing: the text": ("", {"stop_strings": ("x",)}, "no text"),
 }
+"""Where a decoder fails, settings of the request that fails, and what is said."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_error_in_one_request_leaves_the_others_as_they_would_be(random_model: Path, fault: str) -> None:
     """Some run before it, some are admitted with it, and some wait until it has failed."""
-    fails_at, change, message = FAULTS[fault]
+    fails_at, settings, message = FAULTS[fault]
 
     def answers(*, faulty: bool) -> tuple[list[list[SampledRow]], BaseException | None]:
         decoder = FaultyDecoder(load_model(random_model))
@@ -124,8 +111,8 @@ def test_an_error_in_one_request_leaves_the_others_as_they_would_be(random_model
         batch = batch_over(decoder, decode=decode)
         neighbors = [seeded(5, 6), seeded(7), seeded(8, 1, 2), seeded(3, 4, samples=4)]
         bad = seeded(BAD, 1)
-        if faulty:
-            change(bad)
+        for name, value in settings.items() if faulty else ():
+            setattr(bad, name, value)
         batch.submit(neighbors[0])
         batch.advance()
         batch.advance()

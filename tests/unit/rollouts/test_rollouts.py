@@ -10,7 +10,7 @@ from msgspec import structs
 
 from rollout_helpers import make_call
 from tinkerscript.rollouts.alignment import find_errors
-from tinkerscript.rollouts.call import Call, Prompts, full_prompts, pack_ids, pack_logprobs
+from tinkerscript.rollouts.call import Call, Prompts, full_prompts
 from tinkerscript.rollouts.merge import merge_calls
 
 
@@ -40,15 +40,7 @@ def test_a_call_extends_the_longest_sequence_that_its_prompt_starts_with() -> No
 
 def test_a_call_with_other_many_logprobs_is_refused() -> None:
     with pytest.raises(ValueError, match="2 sampled ids, 1 logprobs"):
-        Call(
-            call_id="c",
-            parent_id=None,
-            new_prompt=b"",
-            sampled=pack_ids([1, 2]),
-            logprobs=pack_logprobs([-0.5]),
-            stop_reason="stop",
-            policy_version=0,
-        )
+        make_call(None, [], [1, 2], logprobs=[-0.5])
 
 
 def test_a_fork_knows_its_parent_and_what_it_shares() -> None:
