@@ -21,19 +21,12 @@ from tinkerscript.engine.packing import shares_prefixes
 from tinkerscript.errors import EngineError
 from tinkerscript.model_folder import TINY_MODEL
 
-LOCAL: dict[str, Any] = {
-    "attention_types": [[["global", "local"], 1]],
-    "num_layers": 2,
-    "num_heads": 4,
-}
+LOCAL: dict[str, Any] = {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4}
 """GPT-Neo's names."""
 
 LONG_ROPE: dict[str, Any] = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 4096,
-    "short_factor": [1.0] * 48,
-    "long_factor": [1.0] * 48,
+    **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096},
+    **{"short_factor": [1.0] * 48, "long_factor": [1.0] * 48},
 }
 
 

@@ -33,14 +33,8 @@ from tinkerscript.errors import EngineError
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPE: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
+    **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
 }
 CONFIGS = {"qwen3": Qwen3Config(**SHAPE), "llama": LlamaConfig(**SHAPE, tie_word_embeddings=True)}
 
