@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_helpers import make_call, make_episode, random_calls
+from rollout_helpers import make_call, make_episode
 from tinkerscript.errors import AlignmentError
 from tinkerscript.rollouts.alignment import ERRORS, WARNINGS, AlignmentReport, find_errors, find_warnings
 from tinkerscript.rollouts.alignment.diagnosis import Contradictions, Finding, Gap, Pair, diagnose
@@ -195,6 +195,7 @@ STREAMS: list[tuple[float, Stream, str, str]] = [
     (PEAKED, shifted(-1), "logprobs_shifted", "1 token too early"),
     (HARDLY_PEAKED, shifted(1), "logprobs_shifted", "1 token too late"),
     (HARDLY_PEAKED, shifted(2), "logprobs_shifted", "2 tokens too late"),
+    (PEAKED, shifted(-2), "logprobs_shifted", "2 tokens too early"),
     (PEAKED, cut_short(0.0, 1), "logprobs_truncated", "the last 1.0 tokens of a call"),
     (PEAKED, cut_short(-1.0, 3), "logprobs_truncated", "the last 3.0 tokens of a call"),
     (PEAKED, Model.best, "logprobs_of_the_likeliest", ""),
@@ -366,6 +367,9 @@ def test_a_report_is_read_back() -> None:
 def test_a_report_is_said_in_words() -> None:
     report = filled()
     assert explain(report)[0].startswith("clean:")
+    alone = AlignmentReport()
+    alone.add_episode(make_episode([make_call(None, [1], [2, 3])]))
+    assert not any("fewer tokens" in line for line in explain(alone)), "one call is not merged with another"
     report.add_errors(["logprobs_shifted", "logprobs_shifted"])
     report.add_warnings({"top_p": 4})
     report.add_finding(Finding("logprobs_shifted", "they come 1 token too late"), step=3)
@@ -421,10 +425,3 @@ def test_the_page_names_every_error_and_warning() -> None:
     page = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
     for name, meaning in [*ERRORS.items(), *WARNINGS.items()]:
         assert re.search(rf"^\| `{name}` \| {re.escape(meaning)} \|$", page, re.MULTILINE), name
-
-
-def test_random_conversations_have_no_errors() -> None:
-    for seed in range(10):
-        made = random_calls(seed, forks=3)
-        for rollout in merge_calls(made, episode_uuid="e"):
-            assert find_errors(rollout, vocabulary=50, prompts=full_prompts(made)) == []

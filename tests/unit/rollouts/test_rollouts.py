@@ -108,6 +108,7 @@ def test_forks_are_exact_and_every_token_is_sampled_once(calls: list[Call]) -> N
     seen: list[str] = []
     for number, rollout in enumerate(rollouts):
         assert rollout.episode_uuid == "e"
+        assert find_errors(rollout, vocabulary=2, prompts=prompts) == []
         for segment in rollout.segments:
             seen.append(segment.call.call_id)
             assert rollout.tokens[: segment.start].tobytes() == prompts[segment.call.call_id]
