@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,19 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from interchange_helpers import FAST, trainer, until
+from interchange_helpers import trainer, until
+from link_server import Server, serving
 from tinkerscript.errors import ConflictError
-from tinkerscript.files import LEDGER_FILE
-from tinkerscript.ledger import SqliteLedger
-from tinkerscript.ledger.storage import StorageLimit
 from tinkerscript.protocol import StartEngineRequest
-from tinkerscript.server.episodes.book import EpisodeBook
-from tinkerscript.server.interchange import Interchange
-from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.routes.engine import SYNCED_CONFIG, EngineRoutes
-from tinkerscript.server.trainer_messages import LastCommit, TrainerMessageHandler
-from tinkerscript.trainer_link.remote_sampling import LinkSampler
-from tinkerscript.trainer_link.server_end import ServerLink, TrainerEvent
+from tinkerscript.trainer_link.server_end import TrainerEvent
 
 START = StartEngineRequest()
 FORCE = StartEngineRequest(force_restart=True)
@@ -38,46 +30,34 @@ STUBBORN = (
 @dataclass
 class Engine:
     routes: EngineRoutes
-    interchange: Interchange
-    handler: TrainerMessageHandler
-    address: str
+    server: Server
     log: Path
 
     @property
+    def address(self) -> str:
+        return self.server.address
+
+    @property
     def status(self) -> str:
-        return self.interchange.engine.status
+        return self.server.interchange.engine.status
+
+    @property
+    def failure(self) -> str:
+        return self.server.interchange.engine.failure
 
 
 @asynccontextmanager
 async def engine(tmp_path: Path, program: str) -> AsyncGenerator[Engine]:
     """The routes of the engine whose trainer is the Python program `program`."""
-    book = EpisodeBook(clock=asyncio.get_running_loop().time, max_attempts=2)
-    metrics, ledger = ServerMetrics(book), SqliteLedger(tmp_path / LEDGER_FILE)
-    link = ServerLink(server_id=uuid.uuid4().hex, times=FAST, count_drop=metrics.count_link_drop)
-    interchange = Interchange(
-        book=book, ledger=ledger, metrics=metrics, forget=(), clock=asyncio.get_running_loop().time
-    )
-    handler = TrainerMessageHandler(
-        interchange=interchange,
-        ledger=ledger,
-        link=link,
-        sampler=LinkSampler(link, timeout_s=5, times=FAST),
-        metrics=metrics,
-        times=FAST,
-        last_commit=LastCommit(),
-        storage=StorageLimit(ledger, 0),
-    )
-    command = (sys.executable, "-S", "-c", program)
-    routes = EngineRoutes(tmp_path, interchange=interchange, link=link, trainer=command, ending_s=0.3)
     (tmp_path / SYNCED_CONFIG).write_text("seed: 1\n")
-    address = link.bind(f"ipc://{tmp_path}/link")
-    running = [asyncio.create_task(part.run()) for part in (routes, handler)]
-    async with asyncio.timeout(30):
-        yield Engine(routes, interchange, handler, address, tmp_path / "logs" / "trainer.log")
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    await ledger.close()
+    async with serving(f"ipc://{tmp_path}/link", tmp_path) as server, asyncio.timeout(30):
+        command = (sys.executable, "-S", "-c", program)
+        parts = {"interchange": server.interchange, "link": server.link}
+        routes = EngineRoutes(tmp_path, **parts, trainer=command, ending_s=0.3)
+        running = asyncio.create_task(routes.run())
+        yield Engine(routes, server, tmp_path / "logs" / "trainer.log")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
     for left in psutil.Process().children():
         left.kill()
     await until(lambda: not psutil.Process().children(), "the end of what ran")
@@ -91,8 +71,8 @@ async def test_an_engine_boots_until_it_says_something_whatever_its_predecessor_
             await former.flush()
             await made.routes.start_engine(START)
             await former.flush()
-            assert (made.status, made.interchange.engine.run_finished) == ("ENGINE.BOOTING", False)
-        made.handler.handle(TrainerEvent.SILENT)
+            assert (made.status, made.server.interchange.engine.run_finished) == ("ENGINE.BOOTING", False)
+        made.server.handler.handle(TrainerEvent.SILENT)
         assert made.status == "ENGINE.BOOTING", "the silence is the former trainer's"
         async with trainer(made.address) as started:
             await started.flush()
@@ -117,9 +97,9 @@ async def test_the_status_says_why_a_trainer_did_not_boot(tmp_path: Path, progra
         made.log.write_text("error: of an earlier trainer\n")
         await made.routes.start_engine(START)
         await until(lambda: made.status == "ENGINE.OFFLINE")
-        assert reason in made.interchange.engine.failure
+        assert reason in made.failure
         await made.routes.start_engine(START)
-        assert made.interchange.engine.failure == ""
+        assert made.failure == ""
 
 
 async def test_a_trainer_that_was_asked_to_stop_has_not_failed(tmp_path: Path) -> None:
@@ -129,7 +109,7 @@ async def test_a_trainer_that_was_asked_to_stop_has_not_failed(tmp_path: Path) -
             await made.routes.start_engine(START)
         await made.routes.stop_engine()
         await until(lambda: made.status == "ENGINE.OFFLINE")
-        assert made.interchange.engine.failure == ""
+        assert made.failure == ""
 
 
 async def test_a_forced_restart_ends_a_trainer_that_does_not_stop(tmp_path: Path) -> None:
@@ -138,7 +118,7 @@ async def test_a_forced_restart_ends_a_trainer_that_does_not_stop(tmp_path: Path
         await until(lambda: made.log.read_text() == "up\n", "the trainer ignores SIGTERM")
         await made.routes.start_engine(FORCE)
         await until(lambda: made.log.read_text() == "up\nup\n", "another one runs")
-        assert (made.status, made.interchange.engine.failure) == ("ENGINE.BOOTING", "")
+        assert (made.status, made.failure) == ("ENGINE.BOOTING", "")
         await made.routes.start_engine(FORCE)
 
 
