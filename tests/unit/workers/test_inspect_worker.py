@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -26,7 +28,7 @@ from pydantic import JsonValue
 from inspect_tinker_bridge import SandboxError, SelfGradingError, TaskFailedError, UnsupportedError
 from inspect_tinker_bridge.conversion import ChatConverter, sampling_fields
 from tinkerscript.client import Episode
-from tinkerscript.config import RunConfig, WeightedTaskConfig
+from tinkerscript.config import WeightedTaskConfig
 from tinkerscript.errors import (
     ClaimLostError,
     ConfigError,
@@ -35,7 +37,6 @@ from tinkerscript.errors import (
     WorkerError,
     WrongTaskError,
 )
-from tinkerscript.processes.planned import worker_arguments
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.train.samples import TaskSamples
 from tinkerscript.workers import base_task
@@ -44,7 +45,6 @@ from tinkerscript.workers.chat_endpoint import ChatEndpoint, RetryPolicy
 from tinkerscript.workers.worker import TaskRollout
 
 TASKS = '''
-import random
 from datetime import date
 from inspect_ai import Task, task
 from inspect_ai.agent import react
@@ -67,8 +67,7 @@ ODD = {"by": {1: "one"}, "pair": (1, 2), "some": {"b", "a"}, "day": date(2026, 1
 def by_turn(given):
     async def score(state, target):
         ids = [message.id for message in state.messages if message.role == "assistant"]
-        rewards = {"last": {ids[-1]: 0.5}, "odd": "many", "short": [1.0], "words": [0.0, "good"]}
-        found = rewards[given] if isinstance(given, str) else given
+        found = {ids[-1]: 0.5} if given == "last" else given
         return Score(value=1.0, metadata={"call_rewards": found})
     return score
 
@@ -96,10 +95,6 @@ def odd(first=1):
     samples = [Sample(input=f"Say {n}.", target=str(n), metadata=ODD) for n in range(first, first + 3)]
     return Task(dataset=samples, solver=generate(), scorer=keeps_metadata())
 
-@task
-def shuffled():
-    samples = [Sample(input=f"Say {random.random()}.", target="1") for _ in range(3)]
-    return Task(dataset=samples, solver=generate(), scorer=match())
 
 @scorer(metrics=[accuracy()])
 def broken():
@@ -254,19 +249,14 @@ def rollout_of(*tasks: str, endpoint: ChatEndpoint | None = None) -> TaskRollout
     return TaskRollout({name: load_task(name, {}) for name in tasks}, endpoint=endpoint)
 
 
-class Waits:
-    """A sleep that only remembers for how long."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    async def __call__(self, seconds: float) -> None:
-        self.seconds.append(seconds)
+async def played(server: Server, task: str, number: int = 4, **claimed: Any) -> WorkflowOutput:
+    """The output of one episode."""
+    async with rollout_of(task) as rollout:
+        return await rollout(episode(server, task, number, **claimed))
 
 
 async def test_an_episode_is_asked_scored_and_described(server: Server, spec: str) -> None:
-    async with rollout_of(f"{spec}@say") as rollout:
-        output = await rollout(episode(server, f"{spec}@say", 4))
+    output = await played(server, f"{spec}@say")
     assert output.reward == 1.0
     assert output.metadata == {
         "sample_id": 4,
@@ -295,12 +285,9 @@ def events(transcript: bytes) -> list[dict[str, Any]]:
 
 
 async def test_a_transcript_is_sent_under_the_claims_key_before_the_result(server: Server, spec: str) -> None:
-    async with rollout_of(f"{spec}@agent") as rollout:
-        server.replies = [
-            said(None, ("c1", "add", '{"a": 2, "b": 3}')),
-            said(None, ("c2", "submit", '{"answer": "1"}')),
-        ]
-        output = await rollout(episode(server, f"{spec}@agent", max_transcript_bytes=2**20))
+    added = said(None, ("c1", "add", '{"a": 2, "b": 3}'))
+    server.replies = [added, said(None, ("c2", "submit", '{"answer": "1"}'))]
+    output = await played(server, f"{spec}@agent", 1, max_transcript_bytes=2**20)
     assert output.reward == 1.0
     ((key, body),) = server.transcripts
     assert key == "Bearer key-1"
@@ -309,17 +296,15 @@ async def test_a_transcript_is_sent_under_the_claims_key_before_the_result(serve
 
 
 async def test_an_attempt_that_fails_leaves_its_transcript(server: Server, spec: str) -> None:
-    async with rollout_of(f"{spec}@failing") as rollout:
-        with pytest.raises(TaskFailedError, match="the scorer broke"):
-            await rollout(episode(server, f"{spec}@failing", max_transcript_bytes=2**20))
+    with pytest.raises(TaskFailedError, match="the scorer broke"):
+        await played(server, f"{spec}@failing", max_transcript_bytes=2**20)
     ((_, body),) = server.transcripts
     assert any(e["event"] == "error" and "the scorer broke" in e["error"]["message"] for e in events(body))
 
 
 @pytest.mark.parametrize("limit", [0, 50])
 async def test_a_server_that_takes_no_transcripts_gets_none(server: Server, spec: str, limit: int) -> None:
-    async with rollout_of(f"{spec}@say") as rollout:
-        output = await rollout(episode(server, f"{spec}@say", 4, max_transcript_bytes=limit))
+    output = await played(server, f"{spec}@say", max_transcript_bytes=limit)
     assert (output.reward, server.transcripts) == (1.0, [])
 
 
@@ -331,8 +316,7 @@ async def test_a_transcript_that_is_refused_changes_nothing(
 ) -> None:
     monkeypatch.setattr(base_task, "TRANSCRIPT_S", 0.5)
     server.transcript_replies = [reply]
-    endpoint = ChatEndpoint(sleep=Waits())
-    async with rollout_of(f"{spec}@say", endpoint=endpoint) as rollout:
+    async with rollout_of(f"{spec}@say", endpoint=ChatEndpoint(sleep=AsyncMock())) as rollout:
         output = await rollout(episode(server, f"{spec}@say", 4, max_transcript_bytes=2**20))
     assert output.reward == 1.0
 
@@ -344,9 +328,9 @@ async def test_solver_and_scorer_reach_a_role_by_its_name(server: Server, spec: 
         outputs = await asyncio.gather(*(rollout(each) for each in episodes))
     assert sorted(output.reward for output in outputs) == [10.0, 20.0, 30.0]
     assert {output.log_metrics["model_calls"] for output in outputs} == {1.0}
-    asked = [(key[-1], request["model"]) for key, request in zip(server.keys, server.requests, strict=True)]
+    models = [(key[-1], request["model"]) for key, request in zip(server.keys, server.requests, strict=True)]
     for key in "123":
-        assert [model for mine, model in asked if mine == key] == ["judge", "policy", "judge"]
+        assert [model for mine, model in models if mine == key] == ["judge", "policy", "judge"]
 
 
 async def test_roles_are_those_of_the_claims_run(server: Server, spec: str) -> None:
@@ -368,8 +352,7 @@ async def test_tool_calls_go_back_as_they_came(server: Server, spec: str) -> Non
         said(None, ("call_2", "add", "{broken"), id="chatcmpl-b"),
         said(None, ("call_3", "submit", '{"answer": "3"}'), id="chatcmpl-c"),
     ]
-    async with rollout_of(f"{spec}@agent") as rollout:
-        output = await rollout(episode(server, f"{spec}@agent", 3))
+    output = await played(server, f"{spec}@agent", 3)
     assert output.reward == 1.0
     assert output.log_metrics["model_calls"] == 3.0
     assert {tool["function"]["name"] for tool in server.requests[0]["tools"]} == {"add", "submit"}
@@ -385,18 +368,19 @@ async def test_tool_calls_go_back_as_they_came(server: Server, spec: str) -> Non
     assert output.log_metrics["tool_error/parsing"] == 1.0
 
 
-async def test_metadata_that_json_does_not_have_reaches_the_scorer_unchanged(
-    server: Server, spec: str
-) -> None:
-    async with rollout_of(f"{spec}@odd") as rollout:
-        output = await rollout(episode(server, f"{spec}@odd", 2))
-    assert output.reward == 1.0
+async def test_metadata_that_json_does_not_have_reaches_the_scorer(server: Server, spec: str) -> None:
+    assert (await played(server, f"{spec}@odd", 2)).reward == 1.0
+
+
+async def two_turns(server: Server, task: str, args: dict[str, JsonValue]) -> WorkflowOutput:
+    server.replies = [said("1", id="chatcmpl-first"), said("2", id="chatcmpl-second")]
+    async with TaskRollout({task: load_task(task, args)}) as rollout:
+        return await rollout(episode(server, task, payload=planned(task, **args)))
 
 
 @pytest.mark.parametrize(
     ("args", "rewards"),
     [
-        ({"given": [0.25, 0.5]}, {"first": 0.25, "second": 0.5}),
         ({"given": "last"}, {"second": 0.5}),
         ({"given": "last", "more": [1.0, 2.0]}, {"first": 1.0, "second": 2.5}),
     ],
@@ -404,26 +388,19 @@ async def test_metadata_that_json_does_not_have_reaches_the_scorer_unchanged(
 async def test_a_scores_metadata_rewards_single_calls(
     server: Server, spec: str, args: dict[str, JsonValue], rewards: dict[str, float]
 ) -> None:
-    task = f"{spec}@turns"
-    server.replies = [said("1", id="chatcmpl-first"), said("2", id="chatcmpl-second")]
-    async with TaskRollout({task: load_task(task, args)}) as rollout:
-        output = await rollout(episode(server, task, payload=planned(task, **args)))
-    assert isinstance(output, WorkflowOutput)
+    output = await two_turns(server, f"{spec}@turns", args)
     assert (output.reward, output.call_rewards) == (1.0, rewards)
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
-    [("short", "has 1 numbers, and the episode has 2 model calls"), ("words", "has 'good' for the call")],
+    [([1.0], "has 1 numbers, and the episode has 2 model calls"), ([0.0, "good"], "has 'good' for the call")],
 )
 async def test_rewards_of_calls_that_cannot_be_read_fail_the_episode(
-    server: Server, spec: str, given: str, problem: str
+    server: Server, spec: str, given: list[JsonValue], problem: str
 ) -> None:
-    task = f"{spec}@turns"
-    server.replies = [said("1", id="chatcmpl-first"), said("2", id="chatcmpl-second")]
-    async with TaskRollout({task: load_task(task, {"given": given})}) as rollout:
-        with pytest.raises(WorkerError, match=problem):
-            await rollout(episode(server, task, payload=planned(task, given=given)))
+    with pytest.raises(WorkerError, match=problem):
+        await two_turns(server, f"{spec}@turns", {"given": given})
 
 
 async def test_an_episode_of_other_arguments_is_refused_with_the_remedy(server: Server, spec: str) -> None:
@@ -432,7 +409,7 @@ async def test_an_episode_of_other_arguments_is_refused_with_the_remedy(server: 
     worker = TaskRollout({name: load_task(name, {})})
     knowing = TaskRollout({name: load_task(name, {})}, held_out={name: load_task(name, {"first": 5})})
     async with worker as rollout:
-        with pytest.raises(WrongTaskError, match=r"sample '3'.*another problem.*--eval-args"):
+        with pytest.raises(WrongTaskError, match=r"sample '3'.*another problem.*--eval-args.*a seed where"):
             await rollout(episode(server, name, 3, payload=held_out, episode_type="eval"))
     async with knowing as rollout:
         evaluated = await rollout(episode(server, name, 3, payload=held_out, episode_type="eval"))
@@ -441,57 +418,28 @@ async def test_an_episode_of_other_arguments_is_refused_with_the_remedy(server: 
     assert [body["messages"][-1]["content"] for body in server.requests] == ["Say 7.", "Say 3."]
 
 
-async def test_a_task_that_makes_other_samples_each_time_is_refused_with_the_remedy(
-    server: Server, spec: str
-) -> None:
-    async with rollout_of(f"{spec}@shuffled") as rollout:
-        with pytest.raises(WrongTaskError, match="a seed where it shuffles"):
-            await rollout(episode(server, f"{spec}@shuffled"))
-
-
 async def test_what_tunes_other_models_is_left_out_and_recorded(server: Server, spec: str) -> None:
-    async with rollout_of(f"{spec}@reasons") as rollout:
-        output = await rollout(episode(server, f"{spec}@reasons", 4))
+    output = await played(server, f"{spec}@reasons")
     assert output.reward == 1.0
     assert output.metadata["unapplied"] == ["reasoning_effort='high'", "verbosity='low'"]
     (request,) = server.requests
     assert request.keys() == {"model", "messages", "temperature"}
 
 
-async def test_a_tasks_sandbox_can_be_replaced(server: Server, spec: str) -> None:
-    name = f"{spec}@boxed"
-    async with TaskRollout({name: load_task(name, {}, sandbox="local")}) as rollout:
-        output = await rollout(episode(server, name))
-    assert output.reward == 1.0
-    with pytest.raises(ConfigError, match=r"no file .*/no/compose\.yaml"):
-        load_task(name, {}, sandbox="docker:/no/compose.yaml")
-    task = {"name": "t.py@t", "sandbox_type": "docker", "sandbox_config": "compose.yaml"}
-    words = worker_arguments(RunConfig.model_validate({"task": task}))
-    assert words[-2:] == ["--sandbox", "docker:compose.yaml"]
-
-
-async def test_a_sandbox_that_is_not_installed_is_refused_before_the_first_episode(spec: str) -> None:
-    task = load_task(f"{spec}@boxed", {}, sandbox="k8s")
-    with pytest.raises(WorkerError, match="pip install inspect-k8s-sandbox"):
-        async with TaskRollout({f"{spec}@boxed": task}):
-            pass
-
-
-def test_a_response_schema_is_asked_for() -> None:
-    schema = ResponseSchema(name="answer", json_schema=JSONSchema(type="object"))
-    (name, asked) = sampling_fields(GenerateConfig(response_schema=schema)).popitem()
-    assert (name, asked["type"], asked["json_schema"]["name"]) == ("response_format", "json_schema", "answer")
-    assert asked["json_schema"]["schema"]["type"] == "object"
-
-
-async def test_a_tasks_own_sandbox_is_used(server: Server, spec: str) -> None:
-    """Whatever the payload says."""
+async def test_a_tasks_sandbox_can_be_replaced_by_the_worker_alone(server: Server, spec: str) -> None:
     name = f"{spec}@boxed"
     claimed = episode(server, name)
     claimed.payload["sample"] |= {"sandbox": {"type": "local"}}  # type: ignore[operator]
     async with rollout_of(name) as rollout:
         with pytest.raises(SandboxError, match="no-such-provider"):
             await rollout(claimed)
+    async with TaskRollout({name: load_task(name, {}, sandbox="local")}) as rollout:
+        assert (await rollout(episode(server, name))).reward == 1.0
+    with pytest.raises(ConfigError, match=r"no file .*/no/compose\.yaml"):
+        load_task(name, {}, sandbox="docker:/no/compose.yaml")
+    with pytest.raises(WorkerError, match="pip install inspect-k8s-sandbox"):
+        async with TaskRollout({name: load_task(name, {}, sandbox="k8s")}):
+            raise AssertionError("it began")
 
 
 async def test_one_worker_runs_episodes_of_several_tasks_side_by_side(server: Server, spec: str) -> None:
@@ -538,50 +486,44 @@ async def test_a_lost_claim_raises_at_once_and_the_worker_goes_on(server: Server
 
 async def test_another_refusal_raises_with_the_servers_words(server: Server, spec: str) -> None:
     server.replies = [refused(400, "context_length_exceeded", "the prompt has 5000 tokens")]
-    async with rollout_of(f"{spec}@say") as rollout:
-        with pytest.raises(RequestRefusedError, match="the prompt has 5000 tokens"):
-            await rollout(episode(server, f"{spec}@say"))
+    with pytest.raises(RequestRefusedError, match="the prompt has 5000 tokens"):
+        await played(server, f"{spec}@say")
     assert len(server.requests) == 1
 
 
-async def test_a_busy_server_is_waited_for_as_long_as_it_says(server: Server) -> None:
-    server.replies = [
-        refused(503, "busy", "syncing", **{"Retry-After": "2"}),
-        refused(429, "x", "y", **{"Retry-After": "1"}),
-    ]
-    waits = Waits()
-    endpoint = ChatEndpoint(sleep=waits)
-    reply = await endpoint.complete(server.url, "k", {"messages": [{"role": "user", "content": "Say 1."}]})
+async def asked(url: str, **policy: float) -> tuple[str, list[float]]:
+    """What an endpoint answers, or the error, and how long it waited in between."""
+    sleep = AsyncMock()
+    endpoint = ChatEndpoint(sleep=sleep, retry=RetryPolicy(**policy))  # type: ignore[arg-type]
+    try:
+        reply = await endpoint.complete(url, "k", {"messages": [{"role": "user", "content": "Say 1."}]})
+        answer = str(reply["choices"][0]["message"]["content"])
+    except ServerUnreachableError as error:
+        answer = str(error)
     await endpoint.aclose()
-    assert reply["choices"][0]["message"]["content"] == "1"
-    assert waits.seconds == [2.0, 1.0]
+    return answer, [call.args[0] for call in sleep.await_args_list]
 
 
-async def test_server_errors_are_tried_again_with_growing_delays_and_a_bound(server: Server) -> None:
+async def test_a_server_is_waited_for_as_long_as_it_says(server: Server, unused_tcp_port: int) -> None:
+    again = [(503, {"Retry-After": "2"}), (429, {"Retry-After": "1"})]
+    server.replies = [refused(status, "busy", "syncing", **header) for status, header in again]
+    assert await asked(server.url) == ("1", [2.0, 1.0])
     server.replies = [refused(500, "x", "a worker died") for _ in range(4)]
-    waits = Waits()
-    endpoint = ChatEndpoint(sleep=waits, retry=RetryPolicy(attempts=4, first_delay_s=1.0))
-    with pytest.raises(ServerUnreachableError, match=r"4 attempts failed.*a worker died"):
-        await endpoint.complete(server.url, "k", {"messages": []})
-    await endpoint.aclose()
-    assert len(waits.seconds) == 3
-    assert all(0.5 * 2**n <= seconds <= 1.5 * 2**n for n, seconds in enumerate(waits.seconds))
+    answer, waits = await asked(server.url, attempts=4, first_delay_s=1.0)
+    assert re.search(r"4 attempts failed.*a worker died", answer)
+    assert len(waits) == 3
+    assert all(0.5 * 2**n <= seconds <= 1.5 * 2**n for n, seconds in enumerate(waits))
+    answer, waits = await asked(f"http://127.0.0.1:{unused_tcp_port}/v1", attempts=2, max_away_s=60.0)
+    assert "attempts failed" in answer
+    assert 45 < sum(waits) <= 60, "a server that is restarted is not there for a while"
 
 
-async def test_a_server_that_is_not_there_is_an_error_in_the_end(unused_tcp_port: int) -> None:
-    waits = Waits()
-    endpoint = ChatEndpoint(sleep=waits, retry=RetryPolicy(attempts=2, max_away_s=60.0))
-    with pytest.raises(ServerUnreachableError, match="attempts failed"):
-        await endpoint.complete(f"http://127.0.0.1:{unused_tcp_port}/v1", "k", {"messages": []})
-    await endpoint.aclose()
-    assert 45 < sum(waits.seconds) <= 60, "a server that is restarted is not there for a while"
-
-
-def test_headers_that_a_bridged_agent_sends_are_its_connections_own() -> None:
-    assert sampling_fields(GenerateConfig(extra_headers={"Accept-Encoding": "identity"})) == {}
-
-
-def test_what_cannot_be_honoured_is_refused_by_name() -> None:
+def test_what_is_asked_for_is_sent_or_refused_by_name() -> None:
+    schema = ResponseSchema(name="answer", json_schema=JSONSchema(type="object"))
+    headers = {"Accept-Encoding": "identity"}  # Those of a bridged agent's own connection.
+    fields = sampling_fields(GenerateConfig(response_schema=schema, extra_headers=headers))
+    assert fields.keys() == {"response_format"}
+    assert fields["response_format"]["json_schema"]["schema"]["type"] == "object"
     with pytest.raises(UnsupportedError, match=r"extra_body, prompt_logprobs"):
         sampling_fields(GenerateConfig(extra_body={"a": 1}, prompt_logprobs=5, temperature=1.0))
     image = ContentImage(image="data:image/png;base64,AA==")
@@ -591,8 +533,8 @@ def test_what_cannot_be_honoured_is_refused_by_name() -> None:
 
 def test_a_users_images_are_sent_as_they_are() -> None:
     image = ContentImage(image="data:image/png;base64,AA==", detail="low")
-    asked = ChatMessageUser(content=[ContentText(text="What is "), image, ContentText(text="?")])
-    (sent,) = ChatConverter().request([asked], [], "auto", GenerateConfig())["messages"]
+    question = ChatMessageUser(content=[ContentText(text="What is "), image, ContentText(text="?")])
+    (sent,) = ChatConverter().request([question], [], "auto", GenerateConfig())["messages"]
     assert sent == {
         "role": "user",
         "content": [
