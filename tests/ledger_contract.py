@@ -551,13 +551,3 @@ class LedgerContract:
         impatient.cancel()
         await patient
         assert await rows_in(reopen(), EpisodeRow) == [episode()]
-
-    async def test_rows_are_copies(self, reopen: Reopen) -> None:
-        """What a table gives is equal to what was written, and a row does not change."""
-        ledger = await leading(reopen)
-        await ledger.commit([episode()])
-        (found,) = await rows_in(ledger, EpisodeRow)
-        assert found == episode()
-        with pytest.raises(AttributeError):
-            found.state = "failed"  # type: ignore[attr-defined]
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=EpisodeRow) == found

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from ledger_contract import MESSAGES, call, episode, put_calls, trained_once
+from ledger_contract import MESSAGES, call, episode, made, put_calls, trained_once
 from run_ledger import LedgerWriter
 from tinkerscript.errors import NotRecordedError
 from tinkerscript.files import CONFIG_FILE, LEDGER_FILE
@@ -19,7 +19,6 @@ from tinkerscript.ledger.compression import (
     DICTIONARY_BLOBS,
     PAYS_FROM,
     SMALL_BLOB,
-    Dictionaries,
     Packer,
     opened,
     packed,
@@ -41,45 +40,30 @@ SHORT = [text(number) for number in range(DICTIONARY_BLOBS)]
 
 def packer() -> Packer:
     """One that has a dictionary for transcripts."""
-    made = Packer(lambda table, samples: made.use(table, trained(samples)))
+    packing = Packer(lambda table, samples: packing.use(table, trained(samples)))
     for each in SHORT:
-        made.pack("transcripts", each)
-    return made
+        packing.pack("transcripts", each)
+    return packing
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"x",
-        text(99),
-        text(1) * 50,
-        bytes(PAYS_FROM),
-        random.Random(0).randbytes(3000),
-        bytes(SMALL_BLOB + 1),
-    ],
-    ids=len,
-)
+SOME = [b"", b"x", text(99), text(1) * 50, bytes(PAYS_FROM), bytes(SMALL_BLOB + 1)]
+
+
+@pytest.mark.parametrize("data", [*SOME, random.Random(0).randbytes(3000)], ids=len)
 def test_data_comes_out_as_it_was(data: bytes) -> None:
-    made = packer()
+    packing = packer()
     for table in ("transcripts", "calls"):
-        stored = made.pack(table, data)
-        assert unpacked(stored, made.dictionaries) == data
+        stored = packing.pack(table, data)
+        assert unpacked(stored, packing.dictionaries) == data
         assert len(stored) <= len(data) + 20
-
-
-def test_a_dictionary_shrinks_what_is_like_its_samples() -> None:
-    stored = packer().pack("transcripts", text(99))
-    assert len(stored) < 0.6 * len(packed(text(99)))
-    assert zstandard.get_frame_parameters(stored).dict_id
 
 
 def test_too_few_bytes_train_nothing() -> None:
     assert trained([b"x"] * 5) == b""
     tried = list[str]()
-    made = Packer(lambda table, samples: tried.append(table))
+    packing = Packer(lambda table, samples: tried.append(table))
     for _ in range(3 * DICTIONARY_BLOBS):
-        assert made.pack("calls", b"x") == b"x"
+        assert packing.pack("calls", b"x") == b"x"
     assert tried == ["calls"], "and nothing tries again"
 
 
@@ -100,21 +84,7 @@ def test_a_client_s_small_frame_is_opened() -> None:
     assert opened(zstandard.compress(text(1))) == text(1)
 
 
-async def test_a_reader_that_was_there_first_finds_the_dictionary(tmp_path: Path) -> None:
-    (tmp_path / CONFIG_FILE).write_text("{}")
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
-    reader = LedgerReader(tmp_path)
-    sent = [call(f"call-{number}", messages=MESSAGES) for number in range(DICTIONARY_BLOBS + 1)]
-    await put_calls(ledger, sent[:DICTIONARY_BLOBS])
-    assert reader.calls(1, 1) == sent[:DICTIONARY_BLOBS]
-    await trained_once(ledger)
-    await put_calls(ledger, sent[DICTIONARY_BLOBS:])
-    await ledger.close()
-    assert reader.calls(1, 1) == sent
-
-
-async def test_a_ledger_that_closes_first_finishes_its_dictionary(tmp_path: Path) -> None:
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+async def test_a_ledger_that_closes_finishes_its_dictionary(ledger: SqliteLedger, tmp_path: Path) -> None:
     await put_calls(ledger, [call(f"call-{number}", messages=MESSAGES) for number in range(DICTIONARY_BLOBS)])
     await ledger.close()
     again = SqliteLedger(tmp_path / LEDGER_FILE)
@@ -133,67 +103,37 @@ async def test_a_ledger_that_closes_first_finishes_its_dictionary(tmp_path: Path
     ids=["empty", "none", "cut", "zeros"],
 )
 def test_a_stranger_s_dictionary_harms_nobody(tmp_path: Path, name: str, content: bytes, says: str) -> None:
-    made = packer()
-    frame = made.pack("transcripts", text(99))
+    frame = packer().pack("transcripts", text(99))
     with LedgerWriter(tmp_path) as run:
-        run.put(FactRow(name=name, value=content))
-        run.put(episode())
-        run.put(made_call(frame))
+        run.put(FactRow(name=name, value=content), episode(), made(CallRow, 1, call=frame))
     with pytest.raises(NotRecordedError, match=says):
         LedgerReader(tmp_path).calls(1, 1)
 
 
-def made_call(data: bytes) -> CallRow:
-    return CallRow(
-        episode=1,
-        attempt=1,
-        role="",
-        created=0,
-        policy_version=0,
-        last_version=0,
-        prompt_tokens=0,
-        sampled_tokens=0,
-        stop_reason="stop",
-        call=data,
-    )
-
-
 def test_a_bomb_of_few_bytes_is_not_unpacked() -> None:
-    made = packer()
-    small = zstandard.ZstdCompressor(dict_data=next(iter(made.dictionaries.values())))
+    known = packer().dictionaries
+    small = zstandard.ZstdCompressor(dict_data=next(iter(known.values())))
     with pytest.raises(ValueError, match="10000000 bytes are packed, more than the limit of 1000000"):
-        unpacked(small.compress(bytes(10**7)), made.dictionaries, limit=10**6)
+        unpacked(small.compress(bytes(10**7)), known, limit=10**6)
     writer = zstandard.ZstdCompressor().compressobj()  # Its frames do not name their size.
     with pytest.raises(ValueError, match="not packed bytes"):
         unpacked(writer.compress(bytes(10**7)) + writer.flush(), limit=10**6)
 
 
-async def test_transcripts_share_a_dictionary_of_their_own(tmp_path: Path) -> None:
+async def test_transcripts_share_a_dictionary_of_their_own(ledger: SqliteLedger, tmp_path: Path) -> None:
     (tmp_path / CONFIG_FILE).write_text("{}")
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
     ledger.put(episode())
     for number, each in enumerate(SHORT):
         ledger.put(TranscriptRow(episode=1, attempt=number, transcript=each))
+    await ledger.durable()
+    reader = LedgerReader(tmp_path)
+    assert reader.unpacked(reader.transcript(1, 1)) == SHORT[1], "before there is one"
     await trained_once(ledger)
     ledger.put(TranscriptRow(episode=1, attempt=DICTIONARY_BLOBS, transcript=text(99)))
     await ledger.close()
-    reader = LedgerReader(tmp_path)
-    assert [name.split("/")[1] for (name,) in reader.rows("SELECT name FROM facts WHERE name LIKE 'd%'")] == [
-        "transcripts"
-    ]
+    named = reader.rows("SELECT name FROM facts WHERE name LIKE 'd%'")
+    assert [name.split("/")[1] for (name,) in named] == ["transcripts"]
     assert reader.unpacked(reader.transcript(1, DICTIONARY_BLOBS)) == text(99)
     assert len(reader.transcript(1, DICTIONARY_BLOBS)) < 0.6 * len(packed(text(99)))
     with pytest.raises(ValueError, match="more than the limit of 9"):
         reader.unpacked(reader.transcript(1, DICTIONARY_BLOBS), limit=9)
-
-
-def test_dictionaries_are_read_once() -> None:
-    asked = list[int]()
-
-    def read() -> list[bytes]:
-        asked.append(1)
-        return [trained(SHORT)]
-
-    known, frame = Dictionaries(read), packer().pack("transcripts", text(99))
-    assert [unpacked(frame, known) for _ in range(3)] == [text(99)] * 3
-    assert asked == [1]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +88,15 @@ async def test_a_runs_groups_are_read_from_its_ledger(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("trains", [None, False, True])
-async def test_a_recorded_episode_keeps_its_metadata_and_its_constrained_tokens_train_on_request(
-    tmp_path: Path, trains: bool | None
-) -> None:
-    call = make_call(None, [1], [2, 3], constrained=bytes([0, 1]))
+async def test_a_recorded_episode_trains_as_it_was_asked_to(tmp_path: Path, trains: bool | None) -> None:
+    images = [PlacedImage(0, b"first"), PlacedImage(1, b"second")]
+    call = make_call(None, [1, 2], [3, 4], constrained=bytes([0, 1]), images=images)
     await write(tmp_path, ended(1, "a", "g", 1.0, metadata={"answer": "7"}), {1: [call]})
     options = {} if trains is None else {"trains_constrained": trains}
     (group,) = recorded_groups(tmp_path, **options)
     (episode,) = group.episodes
     assert (group.group_id, episode.metadata, episode.calls) == ("g", {"answer": "7"}, (call,))
-    assert episode.rollouts[0].loss_mask.tolist() == [False, True, bool(trains)]
+    assert episode.rollouts[0].loss_mask.tolist() == [False, False, True, bool(trains)]
 
 
 async def test_the_pages_way_to_another_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,18 +133,3 @@ async def test_rewards_are_those_that_train(tmp_path: Path) -> None:
         "own": [1.5],
     }
     assert [each.call_rewards for each in (*found["judged"], *found["own"])] == [{}, {}, earned]
-
-
-async def test_recorded_calls_have_their_images(tmp_path: Path) -> None:
-    images = [PlacedImage(0, b"first"), PlacedImage(1, b"second")]
-    call = make_call(None, [1, 2], [3], images=images)
-    await write(tmp_path, ended(1, "a", "g", 1.0), {1: [call]})
-    (group,) = recorded_groups(tmp_path)
-    assert group.episodes[0].calls == (call,)
-
-
-def test_a_ledger_of_another_version_is_not_read(tmp_path: Path) -> None:
-    with closing(sqlite3.connect(tmp_path / LEDGER_FILE)) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(ConfigError, match="has version 99, and this tinkerscript reads"):
-        list(recorded_groups(tmp_path))

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from clock import Clock
+from episode_records import restored
+from ledger_contract import made
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.history import History
@@ -34,10 +36,8 @@ from tinkerscript.ledger.rows import (
     Use,
 )
 from tinkerscript.protocol import EpisodeType, Failure
-from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.episodes.record import EpisodeRecord, episode_row
-from tinkerscript.server.interchange import Interchange, read_episodes
-from tinkerscript.server.metrics import ServerMetrics
+from tinkerscript.server.interchange import read_episodes
 from tinkerscript.server.trainer_messages import resume_run
 
 LEASE_S = 10.0
@@ -290,15 +290,7 @@ class Histories(RuleBasedStateMachine):
         if label not in self.evaluations:
             ended = [uuid for uuid in self.take() if self.model[uuid].kind == "eval"]
             own = [u for u in ended if not self.model[u].pool and self.model[u].step == self.step]
-            scored = EvaluationRow(
-                label=label,
-                step=self.step,
-                time=1.0,
-                policy_version=1,
-                score=0.5,
-                accepted=len(own),
-                failed=0,
-            )
+            scored = made(EvaluationRow, self.step, label=label, undone=0)
             self.evaluations.append(label)
             self.write(scored, *(self.use(uuid, self.step, Use.EVALUATED) for uuid in own))
 
@@ -336,15 +328,9 @@ class Histories(RuleBasedStateMachine):
 
     def restart(self) -> None:
         """Of the server."""
-        self.book = EpisodeBook(clock=self.clock, wall=self.wall, max_attempts=2)
-        self.interchange = Interchange(
-            book=self.book,
-            ledger=self.ledger,
-            metrics=ServerMetrics(self.book),
-            forget=(),
-            clock=self.clock,
-        )
-        self.runner.run(self.interchange.restore())
+        going_on = restored(self.ledger, self.clock, wall=self.wall, max_attempts=2)
+        self.interchange = self.runner.run(going_on)
+        self.book = self.interchange.book
 
     def resume(self, plan_lag: int = 0) -> None:
         """Another trainer goes on."""

@@ -71,20 +71,16 @@ class FullDisk(SqliteLedger):
         raise OSError("no space left on device")
 
 
-async def test_any_error_of_a_write_is_a_store_error(tmp_path: Path) -> None:
-    ledger = FullDisk(tmp_path / LEDGER_FILE)
+async def test_any_error_of_a_write_is_a_store_error_which_somebody_gets(tmp_path: Path) -> None:
+    ledger, unwatched = (FullDisk(tmp_path / name) for name in ("a.sqlite", "b.sqlite"))
     with pytest.raises(StoreError, match="no space left"):
         await ledger.commit([episode()])
     with pytest.raises(StoreError, match="no space left"):
         await ledger.failed()
     await ledger.close()
-
-
-async def test_an_error_that_nobody_waited_for_is_raised_at_the_end(tmp_path: Path) -> None:
-    ledger = FullDisk(tmp_path / LEDGER_FILE)
-    ledger.put(episode())
+    unwatched.put(episode())
     with pytest.raises(StoreError, match="no space left"):
-        await ledger.close()
+        await unwatched.close()
 
 
 async def test_a_ledger_is_opened_by_its_url(tmp_path: Path) -> None:
@@ -97,9 +93,7 @@ async def test_a_ledger_is_opened_by_its_url(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgres"])
-async def test_a_ledger_in_postgresql_is_shared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
-) -> None:
+async def test_postgresql_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     url = f"{scheme}://nobody@host/runs"
     assert (is_shared(url), is_here(url, tmp_path)) == (True, True)
     ledger = open_ledger(url, tmp_path)
@@ -114,11 +108,9 @@ async def test_a_ledger_in_postgresql_is_shared(
         open_ledger(url, tmp_path)
 
 
-async def test_a_file_is_of_one_server(tmp_path: Path) -> None:
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+async def test_a_file_is_of_one_server(ledger: SqliteLedger) -> None:
     assert (ledger.is_shared, await ledger.lead()) == (False, 0)
     assert [await ledger.agree("key", value) for value in (b"a", b"b")] == [b"a", b"b"]
-    await ledger.close()
 
 
 @pytest.mark.parametrize("url", ["mysql://host/db", "mysql", "module:name"])
@@ -129,34 +121,25 @@ def test_a_url_of_no_ledger_is_refused(tmp_path: Path, url: str) -> None:
         open_ledger(url, tmp_path)
 
 
-def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
+async def test_a_file_that_cannot_be_read_is_refused(ledger: SqliteLedger, tmp_path: Path) -> None:
+    """One of another version, one that was cut, and one that is no database."""
     path = tmp_path / LEDGER_FILE
+    await ledger.commit(episode(number, digest=bytes(1000)) for number in range(1, 500))
+    await ledger.close()
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA user_version = 99")
     with pytest.raises(StoreError, match=f"has version 99, this tinkerscript reads {LEDGER_VERSION}"):
         SqliteLedger(path)
-
-
-def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / LEDGER_FILE
-    path.write_bytes(b"not a database" * 100)
-    with pytest.raises(StoreError, match=rf"{LEDGER_FILE}: file is not a database"):
-        SqliteLedger(path)
-
-
-async def test_a_file_that_was_cut_is_said_to_be_damaged(tmp_path: Path) -> None:
-    path = tmp_path / LEDGER_FILE
-    ledger = SqliteLedger(path)
-    await ledger.commit(episode(number, digest=bytes(1000)) for number in range(1, 500))
-    await ledger.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {LEDGER_VERSION}")
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
-
-    async def read() -> None:
-        await SqliteLedger(path).read("SELECT sum(length(digest)) FROM {s}episodes")
-
     with pytest.raises(StoreError, match=rf"{LEDGER_FILE}: database disk image is malformed"):
-        await read()
+        await SqliteLedger(path).read("SELECT sum(length(digest)) FROM {s}episodes")
+    other = tmp_path / "other.sqlite"
+    other.write_bytes(b"not a database" * 100)
+    with pytest.raises(StoreError, match=r"other\.sqlite: file is not a database"):
+        SqliteLedger(other)
 
 
 async def test_a_new_ledger_has_the_mark_of_its_run(tmp_path: Path) -> None:
@@ -167,9 +150,7 @@ async def test_a_new_ledger_has_the_mark_of_its_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("durability", "synchronous"), [("normal", 1), ("full", 2)])
-async def test_full_durability_syncs_the_file_at_each_commit(
-    tmp_path: Path, durability: Durability, synchronous: int
-) -> None:
+async def test_full_durability_is_synced(tmp_path: Path, durability: Durability, synchronous: int) -> None:
     """SQLite's numbers: 1 is NORMAL, 2 is FULL. The pragma belongs to the connection that writes."""
     ledger = SqliteLedger(tmp_path / LEDGER_FILE, durability=durability)
     written = ledger._connection.execute("PRAGMA synchronous")  # pyright: ignore[reportPrivateUsage]
@@ -178,9 +159,7 @@ async def test_full_durability_syncs_the_file_at_each_commit(
 
 
 @pytest.mark.parametrize(("number", "size", "is_long"), [(5, 100, False), (1200, 1, True), (5, 2**20, True)])
-async def test_a_long_transaction_does_not_stop_the_event_loop(
-    tmp_path: Path, number: int, size: int, is_long: bool
-) -> None:
+async def test_a_long_transaction_has_a_thread(tmp_path: Path, number: int, size: int, is_long: bool) -> None:
     threads = list[int]()
 
     class Watched(SqliteLedger):
@@ -194,35 +173,23 @@ async def test_a_long_transaction_does_not_stop_the_event_loop(
     assert [thread != threading.get_ident() for thread in threads] == [is_long]
 
 
-async def test_the_log_is_moved_into_the_file_whenever_it_is_long(tmp_path: Path) -> None:
-    """More than 4 MiB, and then it begins anew."""
-    path = tmp_path / LEDGER_FILE
-    ledger, lengths = SqliteLedger(path), list[int]()
-    for number in range(12):
-        await ledger.commit([made(SampleRow, number, payload=bytes(2**20))])
-        lengths.append(Path(f"{path}-wal").stat().st_size >> 20)
-    assert lengths == [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4]
-    without_log = tmp_path / "copy.sqlite"
-    shutil.copy(path, without_log)
-    with closing(sqlite3.connect(without_log)) as connection:
-        assert connection.execute("SELECT count(*) FROM samples").fetchone() == (12,)
-    await ledger.close()
-
-
-async def test_nothing_but_the_ledger_itself_moves_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limit", "lengths"), [(2**22, [1, 2, 3, 4] * 3), (2**30, [*range(1, 13)])])
+async def test_the_ledger_moves_the_log_into_the_file_whenever_it_is_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, lengths: list[int]
 ) -> None:
-    """SQLite would do so on the event loop."""
-    monkeypatch.setattr("tinkerscript.ledger.sqlite.LOG_BYTES", 2**30)
-    path = tmp_path / LEDGER_FILE
+    """More than 4 MiB, and then it begins anew. SQLite itself would move it on the event loop."""
+    if limit == 2**30:
+        monkeypatch.setattr("tinkerscript.ledger.sqlite.LOG_BYTES", limit)
+    path, found = tmp_path / LEDGER_FILE, list[int]()
     ledger = SqliteLedger(path)
     for number in range(12):
         await ledger.commit([made(SampleRow, number, payload=bytes(2**20))])
-    assert Path(f"{path}-wal").stat().st_size > 12 * 2**20
+        found.append(Path(f"{path}-wal").stat().st_size >> 20)
+    assert found == lengths
     await ledger.close()
 
 
-async def test_a_log_that_cannot_be_moved_fails_the_ledger(
+async def test_a_log_that_cannot_be_moved_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / LEDGER_FILE
@@ -236,7 +203,7 @@ async def test_a_log_that_cannot_be_moved_fails_the_ledger(
 
 
 @pytest.mark.parametrize(("durability", "number"), [((), 0), (("normal",), 0), (("full",), 1)])
-async def test_a_closed_ledger_leaves_nothing_behind(
+async def test_closing_leaves_nothing(
     tmp_path: Path, durability: tuple[Durability, ...], number: int
 ) -> None:
     ledger = open_ledger("sqlite", tmp_path, *durability)
@@ -268,72 +235,56 @@ def watched(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [(63, 1, [64]), (64, 1, [64, 1]), (1, 2**18 - 1, [2]), (1, 2**18, [1, 1])],
 )
 async def test_what_is_much_waits_for_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, size: int, counts: list[int]
+    ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch, number: int, size: int, counts: list[int]
 ) -> None:
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
     found = watched(ledger, monkeypatch)
     ledger.note(made(SampleRow, each, payload=bytes(size)) for each in range(number))
     await asyncio.sleep(0)
     await ledger.commit([episode()])
     assert found == counts
-    await ledger.close()
 
 
-async def test_writes_that_keep_coming_hold_up_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+async def test_steady_writes_hold_up_none(ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     found = watched(ledger, monkeypatch)
     for number in range(20):
         ledger.put(episode(number))
         await asyncio.sleep(0)
     assert found[:2] == [9, 9], "of so many iterations of the event loop"
-    await ledger.close()
 
 
-async def test_a_row_and_a_statement_are_written_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+async def test_rows_and_statements_go_together(ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     found = watched(ledger, monkeypatch)
     ledger.put(episode())
     ledger.execute("UPDATE {s}episodes SET pool = 'p'")
     await ledger.durable()
     assert (found, await ledger.read("SELECT pool FROM {s}episodes")) == ([2], [("p",)])
-    await ledger.close()
 
 
-async def test_a_transaction_that_failed_holds_no_lock(tmp_path: Path) -> None:
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+async def test_a_transaction_that_failed_holds_no_lock(ledger: SqliteLedger, tmp_path: Path) -> None:
     with pytest.raises(StoreError):
         await ledger.commit([made(TrainedRow, 1)])
     other = SqliteLedger(tmp_path / LEDGER_FILE)
     await other.commit([episode()])
-    for each in (other, ledger):
-        await each.close()
+    await other.close()
 
 
 @pytest.mark.parametrize(
     ("kind", "is_synced"), [(PublicationRow, True), (StepRow, True), (EpisodeRow, False)]
 )
 async def test_what_must_not_happen_again_is_in_the_file_at_once(
-    tmp_path: Path, kind: type[Row], is_synced: bool
+    ledger: SqliteLedger, tmp_path: Path, kind: type[Row], is_synced: bool
 ) -> None:
     """Not only in the log, which a power failure can cut."""
-    ledger, copy = SqliteLedger(tmp_path / LEDGER_FILE), tmp_path / "copy.sqlite"
     await ledger.commit([made(StepRow, 1)])
     await ledger.commit([made(kind, 2)])
-    shutil.copy(tmp_path / LEDGER_FILE, copy)
-    without_log = SqliteLedger(copy)
-    key = kind.KEY[0]
-    found = await without_log.read(f"SELECT {key} FROM {{s}}{kind.TABLE} WHERE {key} = 2")
-    assert found == [(2,)] * is_synced
-    for each in (ledger, without_log):
-        await each.close()
+    without_log = tmp_path / "copy.sqlite"
+    shutil.copy(tmp_path / LEDGER_FILE, without_log)
+    query = f"SELECT count(*) FROM {kind.TABLE} WHERE {kind.KEY[0]} = 2"
+    with closing(sqlite3.connect(without_log)) as connection:
+        assert connection.execute(query).fetchone() == (int(is_synced),)
 
 
-async def test_many_calls_are_read_beside_the_event_loop_and_in_the_same_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+async def test_many_calls_are_read_on_a_thread(ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch) -> None:
     many = [make_call(None, [1], [2], messages=random.Random(n).randbytes(2**20).hex()) for n in range(10)]
     few = [make_call(None, [number], [number]) for number in range(3)]
     ledger.put(episode(1))
@@ -350,18 +301,15 @@ async def test_many_calls_are_read_beside_the_event_loop_and_in_the_same_order(
     monkeypatch.setattr(ledger, "read", noted)
     assert (await ledger.calls([(1, 1), (1, 2)]), beside) == ([few, []], [])
     assert (await ledger.calls([(1, 0), (1, 2)]), len(beside)) == ([many, []], 2)
-    await ledger.close()
 
 
-async def test_bytes_that_were_put_are_counted(tmp_path: Path) -> None:
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+async def test_bytes_that_were_put_are_counted(ledger: SqliteLedger) -> None:
     assert ledger.bytes_put == 0
     ledger.note([made(SampleRow, 1, payload=b"12345"), made(ImageRow, 1, file=b"123"), episode()])
     assert ledger.bytes_put == 8
     await ledger.durable()
     ledger.note([made(SampleRow, 1, payload=b"12345")])
     assert ledger.bytes_put == 13
-    await ledger.close()
 
 
 # Tables
@@ -420,9 +368,7 @@ def test_a_composite_key_is_stored_once_where_rows_are_small() -> None:
     assert once == [f"{{s}}{kind.TABLE}" for kind in kinds]
 
 
-async def test_a_later_row_does_not_change_what_is_fixed(tmp_path: Path) -> None:
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
+async def test_a_later_row_does_not_change_what_is_fixed(ledger: SqliteLedger) -> None:
     await ledger.commit([episode(1, uuid="u", state="claimed")])
     await ledger.commit([episode(1, uuid="other", state="ended")])
     assert await ledger.read("SELECT uuid, state FROM {s}episodes") == [("u", "ended")]
-    await ledger.close()

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
+from episode_records import restored
 from ledger_contract import LARGE_BYTES, full, put_large
-from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import Ledger, SqliteLedger
 from tinkerscript.ledger.rows import CheckpointRow, TrainedRow, Use
 from tinkerscript.ledger.storage import StorageLimit
-from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import Interchange
-from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.trainer_messages import resume_run
-
-
-@pytest.fixture
-async def ledger(tmp_path: Path) -> AsyncIterator[SqliteLedger]:
-    ledger = SqliteLedger(tmp_path / LEDGER_FILE)
-    yield ledger
-    await ledger.close()
 
 
 def checkpoint(step: int, *, undone: int = 0) -> CheckpointRow:
@@ -52,9 +42,7 @@ async def test_an_episode_keeps_its_bytes_while_it_may_train(
     assert await full(ledger) == [*range(dropped + 1, 6), *NEEDED]
 
 
-async def test_what_has_not_been_used_or_trained_again_keeps_its_bytes_and_loses_them_later(
-    ledger: SqliteLedger,
-) -> None:
+async def test_what_is_still_needed_keeps_its_bytes_and_loses_them_later(ledger: SqliteLedger) -> None:
     await put_large(ledger, 1, 2, 3, 4, 5)
     await put_large(ledger, 6, consumed=0)
     again = TrainedRow(episode=2, step=4, outcome=Use.TRAINED)
@@ -116,17 +104,9 @@ async def test_what_is_there_counts_after_a_restart_too(ledger: SqliteLedger) ->
 # With a book
 
 
-async def opened(ledger: Ledger, *, kept: int = 10) -> Interchange:
-    """What a new server makes of the ledger."""
-    book = EpisodeBook(clock=time.monotonic, max_attempts=2, kept=kept)
-    made = Interchange(book=book, ledger=ledger, metrics=ServerMetrics(book), forget=(), clock=time.monotonic)
-    await made.restore()
-    return made
-
-
 async def trained_groups(ledger: Ledger, *, kept: int) -> Interchange:
     """The groups a and b, of two episodes each, trained in step 1. `kept`: of them, in the book."""
-    server = await opened(ledger, kept=kept)
+    server = await restored(ledger, time.monotonic, max_attempts=2, kept=kept)
     for number, group in enumerate("aabb", start=1):
         server.book.register(f"e{number}", "train", group, b"{}", step=1, position=0)
         claimed = server.book.claim("c", "train", 60.0)
@@ -147,7 +127,7 @@ async def test_a_resumption_does_not_use_an_emptied_episode_again(ledger: Sqlite
     assert ("e1" in server.book) == (kept == 10)
     await StorageLimit(ledger, 1, empty=server.empty).keep()
     assert await full(ledger) == [2, 3, 4]
-    again = await opened(ledger)
+    again = await restored(ledger, time.monotonic, max_attempts=2, kept=10)
     assert [each.uuid for each in again.book if each.emptied] == ["e1"]
     history = await resume_run(again, ledger, [])  # Neither checkpoint is whole any more.
     assert history.step == 0
@@ -156,9 +136,7 @@ async def test_a_resumption_does_not_use_an_emptied_episode_again(ledger: Sqlite
 
 
 @pytest.mark.parametrize("kept", [1, 10])
-async def test_an_episode_that_a_resumption_took_meanwhile_keeps_its_bytes(
-    ledger: SqliteLedger, kept: int
-) -> None:
+async def test_an_episode_that_a_resumption_took_keeps_its_bytes(ledger: SqliteLedger, kept: int) -> None:
     server = await trained_groups(ledger, kept=kept)
 
     async def empty(uuids: Sequence[str]) -> set[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ledger_contract import made
 from run_ledger import ended_episode
 from tinkerscript.errors import StoreError
 from tinkerscript.files import LEDGER_FILE
@@ -23,15 +24,7 @@ async def test_a_log_that_was_cut_leaves_whole_commits(tmp_path: Path) -> None:
     path = tmp_path / LEDGER_FILE
     ledger = SqliteLedger(path)
     for number in range(1, COMMITS + 1):
-        evaluation = EvaluationRow(
-            label=f"step-{number}",
-            step=number,
-            time=0.0,
-            policy_version=number,
-            score=1.0,
-            accepted=1,
-            failed=0,
-        )
+        evaluation = made(EvaluationRow, number)
         trained = TrainedRow(episode=number, step=number, outcome=Use.EVALUATED)
         await ledger.commit([ended_episode(number), evaluation, trained])
     log = Path(f"{path}-wal")
@@ -77,20 +70,6 @@ async def test_a_copy_with_pages_of_two_moments_is_refused(tmp_path: Path) -> No
     await ledger.close()
     with pytest.raises(StoreError, match="copied while the run wrote to it: copy the ledger of a live run"):
         SqliteLedger(copy)
-
-
-async def test_a_whole_copy_is_the_ledger(tmp_path: Path) -> None:
-    path, copy = tmp_path / LEDGER_FILE, tmp_path / "copy" / LEDGER_FILE
-    copy.parent.mkdir()
-    ledger = SqliteLedger(path)
-    await ledger.commit([ended_episode(1)])
-    for name in (LEDGER_FILE, f"{LEDGER_FILE}-wal"):
-        shutil.copy(path.with_name(name), copy.with_name(name))
-    await ledger.close()
-    for _ in range(2):
-        again = SqliteLedger(copy)
-        assert [each.sequence for each in await again.rows(EpisodeRow)] == [1]
-        await again.close()
 
 
 async def test_a_row_of_an_episode_that_a_copy_has_not_is_found_once(tmp_path: Path) -> None:

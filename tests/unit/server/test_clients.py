@@ -90,9 +90,7 @@ def test_clients_of_a_task_that_often_fails_are_left_alone(clients: Clients, rat
             assert clients.failed(name, "") == []
 
 
-def test_quarantine_ends_after_its_time_and_one_more_failure_brings_it_back(
-    clients: Clients, clock: Clock
-) -> None:
+def test_quarantine_ends_in_time_and_one_more_failure_brings_it_back(clients: Clients, clock: Clock) -> None:
     break_down(clients)
     clock.now += 599
     assert clients.quarantined().keys() == {"bad"}
@@ -101,9 +99,7 @@ def test_quarantine_ends_after_its_time_and_one_more_failure_brings_it_back(
     assert fail(clients, "bad", 1) == [["bad"]]
 
 
-def test_a_client_that_only_fails_gets_one_episode_a_second_whatever_the_others_do(
-    clients: Clients, clock: Clock
-) -> None:
+def test_a_client_that_only_fails_gets_one_episode_a_second(clients: Clients, clock: Clock) -> None:
     """The others may be at their start: without a pace, all attempts are used up before they have begun."""
     fail(clients, "bad", MIN_FAILURES - 1)
     clients.claimed("bad")
@@ -223,9 +219,7 @@ async def test_clients_that_wait_learn_of_the_runs_end_at_once(clients: Clients)
     assert not await closing
 
 
-async def test_a_server_stays_until_the_clients_seen_recently_know_of_the_end(
-    clients: Clients, clock: Clock
-) -> None:
+async def test_a_server_stays_until_recent_clients_know_of_the_end(clients: Clients, clock: Clock) -> None:
     end = RunEnd(clients, shutdown_s=3600)
     await end.known_to_all()  # The run goes on: nobody is waited for.
     clients.seen("gone long ago")

@@ -52,8 +52,8 @@ async def engine(tmp_path: Path, program: str) -> AsyncGenerator[Engine]:
     (tmp_path / SYNCED_CONFIG).write_text("seed: 1\n")
     async with serving(f"ipc://{tmp_path}/link", tmp_path) as server, asyncio.timeout(30):
         command = (sys.executable, "-S", "-c", program)
-        parts = {"interchange": server.interchange, "link": server.link}
-        routes = EngineRoutes(tmp_path, **parts, trainer=command, ending_s=0.3)
+        interchange, link = server.interchange, server.link
+        routes = EngineRoutes(tmp_path, interchange=interchange, link=link, trainer=command, ending_s=0.3)
         running = asyncio.create_task(routes.run())
         yield Engine(routes, server, tmp_path / "logs" / "trainer.log")
         running.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from episode_records import record
 from tinkerscript.server.episodes.indexes import Leases
 from tinkerscript.server.episodes.record import EpisodeRecord
 
@@ -20,19 +21,8 @@ class Clocks:
 
     def claimed(self, lease_s: float = 10.0, *, age_s: float = 0.0, sequence: int = 1) -> EpisodeRecord:
         """An episode whose only claim was made `age_s` seconds ago and starts its lease."""
-        episode = EpisodeRecord(
-            uuid=f"e{sequence}",
-            sequence=sequence,
-            episode_type="train",
-            group_id="g",
-            digest=b"",
-            payload=b"",
-            sample=b"",
-            state="claimed",
-            claimants=["c"],
-            lease_s=lease_s,
-            claimed_at=UNIX + self.now - age_s,
-        )
+        claim = {"state": "claimed", "claimants": ["c"], "claimed_at": UNIX + self.now - age_s}
+        episode = record(f"e{sequence}", sequence=sequence, lease_s=lease_s, **claim)
         self.leases.start(episode)
         return episode
 

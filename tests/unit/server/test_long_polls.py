@@ -46,7 +46,7 @@ async def test_a_wakeup_that_cannot_be_used_is_passed_on_and_ends() -> None:
     line.notify(POOL, "train")
     wakeup = await first
     assert wakeup is not None
-    (again,) = [asyncio.create_task(line.wait(POOL, "train", 10))]
+    again = asyncio.create_task(line.wait(POOL, "train", 10))
     assert line.pass_on(wakeup)
     assert await second == wakeup
     await asyncio.sleep(0)

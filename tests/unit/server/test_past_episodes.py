@@ -7,15 +7,16 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import AsyncMock
 
 import pytest
 
+from episode_records import restored
 from rollout_helpers import make_call
 from tinkerscript.errors import ConflictError, NotTheOwnerError, UnknownEpisodeError
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.history import Tally, tally
-from tinkerscript.ledger.ledger import WriteBatch
 from tinkerscript.ledger.rows import (
     CheckpointRow,
     EpisodeRow,
@@ -28,7 +29,6 @@ from tinkerscript.ledger.rows import (
 from tinkerscript.protocol import Failure
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.server.interchange import Interchange
-from tinkerscript.server.metrics import ServerMetrics
 from tinkerscript.server.trainer_messages import resume_run
 from tinkerscript.trainer_link.messages import NewEpisode
 
@@ -56,12 +56,10 @@ class Server(NamedTuple):
             self.interchange.register(new(number))
             if number in cancelled:
                 self.book.cancel(uuid, "enough")
+            elif self.book.claim("c", "train", 60.0) and number in failing:
+                self.book.abort(uuid, 1, Failure(kind="boom"))
             else:
-                self.book.claim("c", "train", 60.0)
-                if number in failing:
-                    self.book.abort(uuid, 1, Failure(kind="boom"))
-                else:
-                    self.book.end(uuid, 1, reward=1.0, result=b"{}")
+                self.book.end(uuid, 1, reward=1.0, result=b"{}")
             await self.interchange.commit()
             sequence = self.book.get(uuid).sequence
             self.ledger.put(TrainedRow(episode=sequence, step=step_of(number), outcome=outcome))
@@ -81,9 +79,7 @@ def new(number: int, **more: Any) -> NewEpisode:
 @asynccontextmanager
 async def server(folder: Path) -> AsyncGenerator[Server]:
     ledger = SqliteLedger(folder / LEDGER_FILE)
-    book = EpisodeBook(clock=time.monotonic, max_attempts=1, kept=KEPT)
-    made = Interchange(book=book, ledger=ledger, metrics=ServerMetrics(book), forget=(), clock=time.monotonic)
-    await made.restore()
+    made = await restored(ledger, time.monotonic, max_attempts=1, kept=KEPT)
     yield Server(made, ledger)
     await made.commit()
     await ledger.close()
@@ -99,14 +95,10 @@ async def test_the_book_holds_what_was_consumed_last_and_every_failure(tmp_path:
         assert [each.uuid for each in run.book.latest_failed(9)] == ["e1"], "an operator has to see it"
     async with server(tmp_path) as again:
         assert {each.uuid for each in again.book} == {"e1", "e13", "e14", "e15", "e16"}
-        assert (
-            again.book.counts.by_pool(),
-            again.book.counts.by_type(),
-            again.book.counts.failures(),
-        ) == counts
-        assert await tally(again.ledger) == Tally(
-            train_accepted=14, planned_accepted=14, failed=1, cancelled=1, lost=1
-        )
+        found = again.book.counts
+        assert (found.by_pool(), found.by_type(), found.failures()) == counts
+        accepted = {"train_accepted": 14, "planned_accepted": 14}
+        assert await tally(again.ledger) == Tally(**accepted, failed=1, cancelled=1, lost=1)
         again.interchange.register(new(17))
         assert again.book.get("e17").sequence == 18
 
@@ -139,32 +131,17 @@ async def test_a_resumption_reaches_what_is_past(tmp_path: Path, monkeypatch: py
         saved = CheckpointRow(step=1, time=0.0, policy_version=1, train_seconds=1.0)
         await run.ledger.commit([*steps, saved])
     async with server(tmp_path) as again:
-        write, written = again.ledger.write, list[WriteBatch]()
-
-        async def noting(batch: WriteBatch) -> None:
-            written.append(batch)
-            await write(batch)
-
-        monkeypatch.setattr(again.ledger, "write", noting)
+        write = AsyncMock(wraps=again.ledger.write)
+        monkeypatch.setattr(again.ledger, "write", write)
         history = await resume_run(again.interchange, again.ledger, [1])
-        (batch,) = written
-        assert batch.rows.keys() >= {ResumptionRow, EpisodeRow}
+        assert write.await_count == 1
+        assert write.await_args_list[0].args[0].rows.keys() >= {ResumptionRow, EpisodeRow}
         assert [each.episode_uuid for each in history.planned] == ["e4", "e5", "e6", "e7"]
         assert (history.planned_groups, history.next_position, history.open_until) == (2, 4, 8)
     async with server(tmp_path) as third:
         undone = "SELECT uuid FROM {s}episodes WHERE undone = 1 ORDER BY sequence"
         assert await third.ledger.read(undone) == [(f"e{number}",) for number in range(8, 16)]
         assert sorted(each.uuid for each in third.book.open_ends.values()) == ["e4", "e5", "e6", "e7"]
-
-
-async def test_a_resumption_plans_other_groups_for_those_that_were_set_aside(tmp_path: Path) -> None:
-    """The run ended because every episode that had ended failed, while another group still ran."""
-    async with server(tmp_path) as run:
-        await run.train(0, 1, failing=(0, 1), outcome=Use.SET_ASIDE)
-        run.interchange.register(new(2))
-        run.interchange.register(new(3))
-        history = await resume_run(run.interchange, run.ledger, [])
-        assert ([each.episode_uuid for each in history.planned], history.planned_groups) == (["e2", "e3"], 1)
 
 
 @pytest.mark.parametrize(("plan_lag", "again"), [(0, []), (2, [1])])
