@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -20,12 +20,6 @@ from tinkerscript.page import lines, search_index
 from tinkerscript.page.lines import newest, search
 from tinkerscript.page.search_index import SEARCH_FILE, SearchIndex
 from written_run import WrittenRun, call_row, said
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[WrittenRun]:
-    with WrittenRun(tmp_path / "run") as run:
-        yield run
 
 
 def found(run: WrittenRun, text: str) -> list[str]:
@@ -71,11 +65,8 @@ def test_the_search_finds_words_ids_and_conditions(run: WrittenRun) -> None:
     assert found(run, 'sorry" OR "four') == []
     for strange in ("*", '"', "a AND", "NEAR(", "body:sorry", "-", "é😀"):
         assert found(run, strange) == [], strange
-    for unreadable, reason in (
-        ("\x00", "cannot be used"),
-        ("sample:x", "not the beginning of a sample's digest"),
-    ):
-        with pytest.raises(NotRecordedError, match=reason):
+    for unreadable in ("\x00", "sample:x"):
+        with pytest.raises(NotRecordedError, match=r"cannot be used|not the beginning of a sample's digest"):
             found(run, unreadable)
 
 
@@ -106,50 +97,26 @@ def spans(folder: Path) -> list[tuple[int, int]]:
         return index.execute("SELECT first, last FROM spans ORDER BY first").fetchall()
 
 
-@pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call indexes two episodes, and a page is handed out as soon as there is something to say."""
+def test_it_is_made_from_the_newest_down_and_each_page_goes_on(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that indexes two episodes, and is handed out at once."""
     ticks = count()
     monkeypatch.setattr(search_index, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.2))
     monkeypatch.setattr(search_index, "CHUNK", 2)
     monkeypatch.setattr(lines, "SCAN_S", -1.0)
-
-
-def test_it_is_made_from_the_newest_down_and_each_page_goes_on(run: WrittenRun, hasty: None) -> None:
     for number in range(1, 8):
         run.episode(f"e{number}", [said(None, [1], [2], "q", "rare" if number == 1 else "often")])
-    ledger = run.reader
-
-    def pages(text: str) -> Iterator[tuple[list[str], list[tuple[int, int]]]]:
-        before = None
-        while True:
-            page = search(ledger, text, before=before)
-            yield [each.uuid for each in page.episodes], spans(run.folder)
-            assert page.next is None or before is None or page.next < before, "it comes further each time"
-            if (before := page.next) is None:
-                return
-
-    assert list(pages("rare")) == [
-        ([], [(6, 7)]),
-        ([], [(4, 7)]),
-        ([], [(2, 7)]),
-        (["e1"], [(1, 7)]),
-        ([], [(1, 7)]),
-    ]
-    run.episode("e8", [said(None, [1], [2], "q", "often")])
-    last, *rest = [uuids for uuids, _ in pages("often")]
-    assert (last, [uuid for uuids in rest for uuid in uuids]) == (["e8"], [f"e{n}" for n in range(7, 1, -1)])
+    pages, before = list[list[str]](), None
+    while not pages or before is not None:
+        page = search(run.reader, "rare", before=before)
+        pages.append([each.uuid for each in page.episodes])
+        before = page.next
+    assert pages == [[], [], [], ["e1"], []]
+    assert spans(run.folder) == [(1, 7)]
+    run.episode("e8")
+    assert found(run, "reply") == ["e8"]
     assert spans(run.folder) == [(1, 8)]
-
-
-def test_spans_that_meet_become_one(run: WrittenRun) -> None:
-    for number in range(1, 10):
-        run.episode(f"e{number}")
-    index = SearchIndex(run.reader)
-    assert (index.extend(8, 9), index.extend(3, 4), spans(run.folder)) == (8, 3, [(3, 4), (8, 9)])
-    assert (index.extend(1, 9), index.extend(1, 7), spans(run.folder)) == (8, 1, [(1, 9)])
-    assert index.extend(1, 9) == 1
-    assert index.find(["reply"], 1, 9, 100) == list(range(9, 0, -1))
 
 
 def test_several_pages_make_it_at_once(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,15 +141,6 @@ def test_several_pages_make_it_at_once(run: WrittenRun, monkeypatch: pytest.Monk
         page.join()
     assert sorted(answers, key=len) == [list(range(40, 19, -1)), *[list(range(40, 0, -1))] * 3]
     assert spans(run.folder) == [(1, 40)]
-
-
-def test_a_run_that_takes_the_place_of_another_is_searched_anew(run: WrittenRun) -> None:
-    run.episode("old")
-    assert found(run, "reply") == ["old"]
-    SearchIndex.forget(run.folder)
-    (run.folder / SEARCH_FILE).unlink()
-    run.episode("new")
-    assert found(run, "reply") == ["new", "old"]
 
 
 # Where it cannot be
@@ -224,9 +182,7 @@ def test_what_a_folder_from_elsewhere_has_in_its_place_is_left_alone(
     assert target.read_text() == "mine"
 
 
-def test_a_folder_that_may_not_be_written_is_searched(
-    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_read_only_is_searched(run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run.episode("e")
     run.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     monkeypatch.setattr("os.access", Mock(return_value=False))
