@@ -9,16 +9,20 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import webbrowser
 from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
+from tinkerscript.access_tokens import ADMIN_TOKEN
 from tinkerscript.addresses import listen
 from tinkerscript.cli import CANNOT_RUN, app
 from tinkerscript.client.settings import DEFAULT_SERVER_URL, local_server_url
+from tinkerscript.commands.view import check_reach
+from tinkerscript.errors import ConfigError, RequestRefusedError, WorkerError
 from tinkerscript.workers import worker
 
 
@@ -69,13 +73,10 @@ def test_the_keys_of_a_config_are_listed_where_there_are_no_docs() -> None:
     ],
 )
 def test_a_command_without_its_packages_names_the_extra(command: list[str], module: str, extra: str) -> None:
-    run = python(
-        f"import sys; sys.modules[{module!r}] = None; from tinkerscript.cli import app; app({command!r})"
-    )
+    absent = f"import sys; sys.modules[{module!r}] = None"
+    run = python(f"{absent}; from tinkerscript.cli import app; app({command!r})")
     assert run.returncode == CANNOT_RUN, run.stderr
-    assert run.stderr.splitlines()[-1] == (
-        f"error: this command needs {module}: pip install 'tinkerscript[{extra}]'"
-    )
+    assert run.stderr.endswith(f"error: this command needs {module}: pip install 'tinkerscript[{extra}]'\n")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +98,13 @@ def test_what_the_user_can_change_is_one_line_and_exit_code_2(arguments: list[st
     assert "Traceback" not in result.stderr
 
 
+def test_a_url_without_a_scheme_is_refused_by_name() -> None:
+    for command in ("status --server localhost:1", "worker agent.py --server localhost:1"):
+        result = CliRunner().invoke(app, command.split())
+        assert result.exit_code == CANNOT_RUN
+        assert "must start with http:// or https://, got 'localhost:1'" in " ".join(result.stderr.split())
+
+
 @pytest.mark.parametrize("command", ["train", "serve"])
 def test_port_says_where_the_server_of_a_config_listens(tmp_path: Path, command: str) -> None:
     """One that somebody else has is refused by its number; without `--port` a free one is taken."""
@@ -107,15 +115,6 @@ def test_port_says_where_the_server_of_a_config_listens(tmp_path: Path, command:
         run = python(f"from tinkerscript.cli import app; app({words!r})", tmp_path)
     assert run.returncode == CANNOT_RUN
     assert f"port {port} on 127.0.0.1 is in use" in run.stderr
-    assert "Traceback" not in run.stderr
-
-
-def test_a_url_without_a_scheme_is_refused_by_name() -> None:
-    for command in (["status"], ["worker", "agent.py"]):
-        result = CliRunner().invoke(app, [*command, "--server", "localhost:10086"])
-        assert result.exit_code == CANNOT_RUN
-        assert "must start with http:// or https://, got 'localhost:10086'" in " ".join(result.stderr.split())
-        assert "Traceback" not in result.stderr
 
 
 def test_status_says_at_once_that_nothing_answers(unused_port: int) -> None:
@@ -125,10 +124,9 @@ def test_status_says_at_once_that_nothing_answers(unused_port: int) -> None:
     assert time.monotonic() - began < 20
     assert result.exit_code == 1
     assert f"no interchange server answers at {url}" in result.stderr
-    assert "timeout_s" not in result.stderr
 
 
-def test_a_run_is_found_by_its_folder_and_the_newest_one_without(
+def test_a_run_is_found_by_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_port: int
 ) -> None:
     """Whatever port its server has. Only a server of this user's on this machine: it gets the token."""
@@ -140,71 +138,74 @@ def test_a_run_is_found_by_its_folder_and_the_newest_one_without(
     def served(url: str, pid: int) -> None:
         (run / "server.json").write_text(json.dumps({"url": url, "pid": pid}))
 
-    def said(*command: str) -> str:
-        return " ".join(CliRunner().invoke(app, [*command]).stderr.split())
+    def said(command: str) -> str:
+        return " ".join(CliRunner().invoke(app, command.split()).stderr.split())
 
     served(url, os.getpid())
-    for command in (
-        ("status",),
-        ("status", "runs/latest"),
-        ("control", "failed"),
-        ("control", "failed", "--server", "runs/latest"),
-    ):
-        assert f"no interchange server answers at {url}: " in said(*command), command
+    for command in ("status", "status runs/latest", "control failed --server runs/latest"):
+        assert f"no interchange server answers at {url}: " in said(command), command
     asked: list[str] = []
     monkeypatch.setattr(worker, "worker_process", lambda options: asked.append(options.server_url) or 0)
-    said("worker", "agent.py")
-    said("worker", "agent.py", "--server", "runs/latest")
-    said("worker", "agent.py", "--server", "http://a:1")
+    for command in ("worker a.py", "worker a.py --server runs/latest", "worker a.py --server http://a:1"):
+        said(command)
     assert asked == [url, url, "http://a:1"]
     served("http://10.1.2.3:80", os.getpid())
-    assert "names http://10.1.2.3:80; give that URL itself if you trust it" in said("status", "runs/latest")
+    assert "names http://10.1.2.3:80; give that URL itself if you trust it" in said("status runs/latest")
     served(url, 2**30)
-    assert "the interchange server of runs/latest does not run" in said("status", "runs/latest")
-    assert "has had no interchange server" in said("control", "failed", "--server", ".")
-    refusal = "the interchange server of runs/latest does not run; name another with --server"
-    assert refusal in said("status")
-    assert refusal in said("worker", "agent.py")
+    assert "has had no interchange server" in said("control failed --server .")
+    for command in ("status", "worker a.py"):
+        refusal = "the interchange server of runs/latest does not run; name another with --server"
+        assert refusal in said(command)
     assert len(asked) == 3, "nothing joins whatever has the default port"
     (run / "server.json").unlink()
     run.rmdir()
     assert local_server_url() == DEFAULT_SERVER_URL
 
 
-def test_status_of_a_web_page_is_not_the_page() -> None:
-    class Page(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(404)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(b"<html><body>Not here</body></html>")
-
-        def log_message(self, *_: object) -> None:
-            """Nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        result = CliRunner().invoke(app, ["status", "--server", f"http://127.0.0.1:{server.server_port}"])
-        server.shutdown()
-    assert result.exit_code == CANNOT_RUN
-    assert "an HTML page, which no interchange server sends" in result.stderr
-    assert "<html>" not in result.stderr
-
-
-def test_a_supervised_worker_is_restarted_for_a_servers_refusal_and_not_for_its_own_script(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import tinkerscript.workers.worker as module
-    from tinkerscript.errors import RequestRefusedError, WorkerError
-
+def test_a_supervised_worker_is_restarted_for_a_servers_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     def code(error: Exception, *options: str) -> int:
-        def fail(_: object) -> None:
-            raise error
-
-        monkeypatch.setattr(module, "worker_process", fail)
+        monkeypatch.setattr(worker, "worker_process", Mock(side_effect=error))
         return CliRunner().invoke(app, ["worker", "agent.py", *options]).exit_code
 
     refused = RequestRefusedError(503, "busy")
     assert code(refused) == CANNOT_RUN
     assert code(refused, "--exit-with-parent") == 1
     assert code(WorkerError("no script"), "--exit-with-parent") == CANNOT_RUN
+
+
+# `tinkerscript view`
+
+
+def test_a_folder_without_runs_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in ([], ["."], ["nowhere"]):
+        result = CliRunner().invoke(app, ["view", *arguments])
+        assert result.exit_code == CANNOT_RUN
+        assert result.stderr.startswith("error: ")
+        assert "is not the folder of a run, and has none in it" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_other_machines_need_a_token() -> None:
+    check_reach("127.0.0.1", {})
+    check_reach("localhost", {})
+    check_reach("0.0.0.0", {ADMIN_TOKEN: "sixteen-letters!"})
+    with pytest.raises(ConfigError, match=f"{ADMIN_TOKEN} must be set in the environment"):
+        check_reach("0.0.0.0", {})
+    with pytest.raises(ConfigError, match="at least 16 characters, not 5"):
+        check_reach("::", {ADMIN_TOKEN: "short"})
+
+
+def test_a_browser_is_opened_and_its_absence_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tinkerscript.dashboard.terminal import open_in_browser
+
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or len(opened) == 1)
+    printed: list[str] = []
+    for _ in range(2):
+        open_in_browser("http://here", printed.append)
+        for thread in threading.enumerate():
+            if thread.name == "browser":
+                thread.join()
+    assert opened == ["http://here"] * 2
+    assert printed == ["no browser was found here; open http://here"]

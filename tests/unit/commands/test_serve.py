@@ -8,11 +8,14 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from fastapi import FastAPI
 from rich.console import Console
 
 from asgi_caller import AsgiCaller
+from clock import Clock
+from rollout_helpers import make_call
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN, Roles
 from tinkerscript.commands import serve as module
 from tinkerscript.commands.serve import Served, serve_checkpoint, served_config
@@ -50,8 +53,8 @@ async def test_a_request_without_a_limit_has_the_whole_context(byte_model: Path)
     assert request.max_tokens == 4096 - reply["usage"]["prompt_tokens"]
 
 
-def new_metrics() -> ServerMetrics:
-    return ServerMetrics(EpisodeBook(clock=lambda: 0.0, max_attempts=1))
+def served_model(token: str | None, clock: Clock) -> ServedModel:
+    return ServedModel(token, ServerMetrics(EpisodeBook(clock=clock, max_attempts=1)), clock=clock)
 
 
 class Ended(Supervisor):
@@ -67,9 +70,7 @@ def test_the_engine_computes_where_and_as_it_was_asked_to(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("token", [None, "sixteen-letters!"])
-async def test_serve_says_which_api_keys_the_model_takes(
-    monkeypatch: pytest.MonkeyPatch, token: str | None
-) -> None:
+async def test_serve_names_its_keys(monkeypatch: pytest.MonkeyPatch, clock: Clock, token: str | None) -> None:
     @asynccontextmanager
     async def served(*_: object, **__: object) -> AsyncGenerator[Served]:
         yield Served("tiny[x]", ServerAddress("http://here", "", None), Ended(max_restarts=0, note=print))
@@ -85,7 +86,7 @@ async def test_serve_says_which_api_keys_the_model_takes(
     keys = f"the API key is {CLIENT_TOKEN}" if token else "any API key will do"
     assert printed.getvalue() == f"serving 'tiny[x]' at http://here/v1 ({keys})\n"
     roles = Roles.of(InterchangeConfig(), os.environ, serve_model=True)
-    model = ServedModel(roles.client_token, new_metrics())
+    model = served_model(roles.client_token, clock)
     if token is None:
         assert await model.open("any") != await model.open("")
     else:
@@ -95,22 +96,13 @@ async def test_serve_says_which_api_keys_the_model_takes(
 
 
 def stored(number: int, parent: int | None = None, text: str = "") -> Call:
-    return Call(
-        call_id=f"c{number}",
-        parent_id=None if parent is None else f"c{parent}",
-        new_prompt=b"",
-        sampled=b"",
-        logprobs=b"",
-        stop_reason="stop",
-        policy_version=0,
-        reply=text,
-    )
+    names = {"call_id": f"c{number}", "parent_id": None if parent is None else f"c{parent}"}
+    return msgspec.structs.replace(make_call(None, [1], [2]), **names, reply=text)
 
 
-async def test_the_responses_that_a_served_model_keeps_are_bounded() -> None:
+async def test_the_responses_that_a_served_model_keeps_are_bounded(clock: Clock) -> None:
     """In number, bytes and time; those that are used stay, with all that they extend."""
-    now = 0.0
-    model = ServedModel(None, new_metrics(), clock=lambda: now)
+    model = served_model(None, clock)
     mine, others = await model.open("mine"), await model.open("another's")
     model.keep(mine, [stored(0), stored(1, parent=0)])
     assert [each.call_id for each in model.kept(mine, "c1")] == ["c0", "c1"]
@@ -119,10 +111,10 @@ async def test_the_responses_that_a_served_model_keeps_are_bounded() -> None:
     assert model.kept(mine, "c1")
     model.keep(mine, [stored(KEPT_CALLS)])
     assert (model.kept(mine, "c2"), len(model.kept(mine, "c1"))) == ([], 2)
-    now += KEPT_S
+    clock.now += KEPT_S
     assert model.kept(mine, "c1")
     assert model.kept(mine, f"c{KEPT_CALLS}")
-    now += KEPT_S + 1
+    clock.now += KEPT_S + 1
     assert model.kept(mine, "c1") == []
     large = range(KEPT_CALLS + 1, KEPT_CALLS + 6)
     model.keep(mine, [stored(number, text="x" * (KEPT_BYTES // 4 - 99)) for number in large])

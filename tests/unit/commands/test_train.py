@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -67,11 +65,6 @@ async def test_a_model_of_the_hub_gets_its_commit(config: Path, monkeypatch: pyt
 async def test_a_host_that_needs_tokens_names_them(config: Path) -> None:
     message = await refused(config, "interchange_server.interchange_server_host=0.0.0.0")
     assert "TINKERSCRIPT_CLIENT_TOKEN and TINKERSCRIPT_ADMIN_TOKEN must be set" in message
-
-
-def test_what_is_checked_first_needs_neither_torch_nor_inspect() -> None:
-    code = "import sys, tinkerscript.commands.train; print({'torch', 'inspect_ai'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
 def test_a_run_is_resumed_by_the_link_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
