@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Mapping
-from importlib import util
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from tinkerscript.sampler import SampleRequest
 from tinkerscript.train import backends
 from tinkerscript.train.policy_loss import check_loss
 from tinkerscript.train.step_metrics import extra_metrics
+from tinkerscript.workers.base_task import EpisodeModel, load_task
 
 PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES: Mapping[str, str] = dict(re.findall(r'```python title="(\w+\.py)"\n(.*?)```', PAGE, re.DOTALL))
@@ -49,21 +50,6 @@ def config_with(section: str) -> RunConfig:
     """A config with the page's settings of that section."""
     (values,) = [each for each in SETTINGS if section in each]
     return RunConfig.model_validate(values)
-
-
-def loaded(folder: Path, name: str) -> ModuleType:
-    spec = util.spec_from_file_location(name, folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_every_addition_has_an_example() -> None:
-    assert list(FILES) == [
-        *("frozen_lake.py", "my_losses.py", "my_metrics.py", "plain_text.py", "announcing.py"),
-    ]
 
 
 @pytest.mark.usefixtures("folder")
@@ -93,18 +79,12 @@ def test_a_metric() -> None:
     right, wrong = (EpisodeRollouts(name, reward, (), ()) for name, reward in (("a", 1.0), ("b", 0.0)))
     groups = [RolloutGroup("g", (right, wrong)), RolloutGroup("h", (wrong, wrong))]
 
-    class Facts:
-        def __init__(self, groups: list[RolloutGroup]) -> None:
-            self.groups = groups
-
-    facts: Any = Facts(groups)
+    facts: Any = SimpleNamespace(groups=groups)
     assert metric(facts) == {"mine/solved": 0.5}
-    nothing: Any = Facts([])
-    assert metric(nothing) == {}
 
 
 async def test_a_wire_format(folder: Path, byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dialect = loaded(folder, "plain_text").PlainText
+    dialect = runpy.run_path("plain_text.py")["PlainText"]
     monkeypatch.setattr(named_model, "DIALECTS", (*DIALECTS, dialect))
     bench = Bench(byte_model)
     response = await bench.client.post("/v1/plain", content=b"hi")
@@ -114,8 +94,8 @@ async def test_a_wire_format(folder: Path, byte_model: Path, monkeypatch: pytest
 
 
 async def test_a_training_backend(folder: Path, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = loaded(folder, "announcing")
-    monkeypatch.setitem(backends.BACKENDS, "announcing", lambda: module.AnnouncingBackend)
+    backend_of_the_page = runpy.run_path("announcing.py")["AnnouncingBackend"]
+    monkeypatch.setitem(backends.BACKENDS, "announcing", lambda: backend_of_the_page)
     notes: list[str] = []
     config = EngineConfig(backend="announcing", model=str(random_model))
     opened = backends.open_backend(
@@ -130,47 +110,28 @@ async def test_a_training_backend(folder: Path, random_model: Path, monkeypatch:
 
 
 class Walker:
-    """A chat endpoint that walks the lake by the shortest way, which it reads off what it is shown."""
-
-    def __init__(self) -> None:
-        self.shown: list[str] = []
+    """A chat endpoint that goes right and down in turn, whatever it is shown."""
 
     async def complete(self, base_url: str, api_key: str, body: dict[str, Any]) -> dict[str, Any]:
         assert (base_url, api_key, body["model"]) == ("http://lake/v1", "key", "policy")
-        self.shown.append(body["messages"][-1]["content"])
-        said = [message["content"] for message in body["messages"] if message["role"] == "assistant"]
-        lake = [
-            row for row in re.sub(r"\x1b\[\d+m", "", self.shown[0]).splitlines() if set(row) <= set("SFHG")
-        ]
-        moves = shortest_way([row for row in lake if row])
-        return {"choices": [{"message": {"role": "assistant", "content": moves[len(said)]}}]}
-
-
-def shortest_way(lake: list[str]) -> list[str]:
-    steps = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-    ways: dict[tuple[int, int], list[str]] = {(0, 0): []}
-    for place in (queue := [(0, 0)]):
-        if lake[place[0]][place[1]] == "G":
-            return ways[place]
-        for move, (down, right) in steps.items():
-            row, column = there = (place[0] + down, place[1] + right)
-            if 0 <= row < 4 and 0 <= column < 4 and lake[row][column] != "H" and there not in ways:
-                ways[there] = [*ways[place], move]
-                queue.append(there)
-    raise AssertionError("there is no way across")
+        move = ("right", "down")[len(body["messages"]) // 2 % 2]
+        return {"choices": [{"message": {"role": "assistant", "content": move}}]}
 
 
 async def test_a_gymnasium_environment_is_a_task(folder: Path) -> None:
-    from tinkerscript.workers.base_task import EpisodeModel, load_task
-
     task = load_task(config_with("task").task.name, {})
     assert task.task_id == "frozen_lake.py:FrozenLake"
     samples = task.samples(held_out=False)
     assert not {sample["id"] for sample in samples} & {s["id"] for s in task.samples(held_out=True)}
     walker: Any = Walker()
     model = EpisodeModel(base_url="http://lake/v1", api_key="key", endpoint=walker)
-    output = await task.rollout(samples[3], model)
-    assert output.reward == 1.0
-    assert output.metadata["scores"] == {"crossed": 1.0}
-    assert output.log_metrics == {"score/crossed": 1.0, "moves": float(len(walker.shown))}
-    assert len(walker.shown) >= 6
+    outputs = [await task.rollout(sample, model) for sample in samples[:30]]
+    assert {output.reward for output in outputs} == {0.0, 1.0}
+    for output in outputs:
+        assert output.metadata["scores"] == {"crossed": output.reward}
+        assert (output.log_metrics["moves"] == 6) == (output.reward == 1.0)
+
+
+def test_every_example_is_run_here() -> None:
+    names = ("frozen_lake.py", "my_losses.py", "my_metrics.py", "plain_text.py", "announcing.py")
+    assert tuple(FILES) == names
