@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,6 +29,8 @@ from tinkerscript.errors import ConfigError, UnauthorizedError
 
 SECRET = bytes(range(32))
 LONG = "sixteen-letters!"
+HERE = InterchangeConfig(interchange_server_host="127.0.0.1")
+EVERYWHERE = InterchangeConfig(interchange_server_host="0.0.0.0")
 
 
 def test_the_secret_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
@@ -39,11 +40,6 @@ def test_the_secret_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert load_secret(path) == secret
     assert os.listdir(tmp_path) == ["server.secret"]
-
-
-def test_a_secret_that_others_read_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "server.secret"
-    load_secret(path)
     path.chmod(0o640)
     with pytest.raises(ConfigError, match="chmod 600"):
         load_secret(path)
@@ -82,18 +78,14 @@ def test_an_alias_names_its_claim_and_is_no_key(uuid: str, attempt: int) -> None
 
 
 @given(data=st.data())
-def test_a_key_with_one_character_changed_opens_nothing(data: st.DataObject) -> None:
+def test_a_key_has_one_spelling(data: st.DataObject) -> None:
     key = claim_key(SECRET, "episode", 1)
     place = data.draw(st.integers(0, len(key) - 1))
     other = data.draw(st.characters().filter(lambda character: character != key[place]))
     assert verify_key(SECRET, key[:place] + other + key[place + 1 :]) is None
-
-
-@pytest.mark.parametrize("tail", ["=", " ", "\n", ".", "A"])
-def test_a_key_has_one_spelling(tail: str) -> None:
-    key = claim_key(SECRET, "episode", 1)
-    assert verify_key(SECRET, key + tail) is None
     assert verify_key(SECRET, key.replace(".1.", ".01.")) is None
+    for tail in ("=", " ", "\n", ".", "A"):
+        assert verify_key(SECRET, key + tail) is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])
@@ -115,28 +107,20 @@ def test_elsewhere_both_tokens_are_needed(host: str, environ: dict[str, str]) ->
         assert (name in str(caught.value)) == (not environ.get(name))
 
 
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [
-        ({"trusted_proxies": ["127.0.0.1"]}, "trusted_proxies: a server behind 127.0.0.1"),
-        ({"public_base_url": "https://train.example.org"}, "public_base_url: 'https://train.example.org'"),
-    ],
-)
-def test_a_server_on_loopback_that_others_reach_needs_both_tokens(
-    setting: dict[str, Any], named: str
-) -> None:
-    section = InterchangeConfig(**setting)
-    with pytest.raises(ConfigError, match=re.escape(named)):
-        Roles.of(section, {})
-    assert not Roles.of(section, {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG + "2"}).are_open
+def test_a_server_on_loopback_that_others_reach_needs_both_tokens() -> None:
+    for section, named in (
+        (InterchangeConfig(trusted_proxies=["127.0.0.1"]), "trusted_proxies: a server behind 127.0.0.1"),
+        (InterchangeConfig(public_base_url="https://a.example"), "public_base_url: 'https://a.example'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(named)):
+            Roles.of(section, {})
+        assert not Roles.of(section, {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG + "2"}).are_open
     assert Roles.of(InterchangeConfig(public_base_url="http://localhost:8080"), {}).are_open
 
 
 def test_roles_are_separate() -> None:
-    roles = Roles.of(
-        InterchangeConfig(interchange_server_host="0.0.0.0"),
-        {CLIENT_TOKEN: "client-token-long", ADMIN_TOKEN: "admin-token-long"},
-    )
+    tokens = {CLIENT_TOKEN: "client-token-long", ADMIN_TOKEN: "admin-token-long"}
+    roles = Roles.of(EVERYWHERE, tokens)
     roles.require("client", "Bearer client-token-long")
     roles.require("client", "Bearer admin-token-long")
     roles.require("admin", "Bearer admin-token-long")
@@ -158,11 +142,9 @@ def test_roles_are_separate() -> None:
 def test_a_short_token_is_refused_beyond_this_machine(short: str) -> None:
     environ = {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG} | {short: LONG[:-1]}
     with pytest.raises(ConfigError, match=f"{short} must have at least 16 characters, not 15") as caught:
-        Roles.of(InterchangeConfig(interchange_server_host="0.0.0.0"), environ)
+        Roles.of(EVERYWHERE, environ)
     assert LONG[:-1] not in str(caught.value)
-    Roles.of(InterchangeConfig(interchange_server_host="127.0.0.1"), environ).require(
-        "client", f"Bearer {environ[CLIENT_TOKEN]}"
-    )
+    Roles.of(HERE, environ).require("client", f"Bearer {environ[CLIENT_TOKEN]}")
 
 
 def token_file(folder: Path, text: str = LONG + "\n", mode: int = 0o600) -> str:
@@ -189,8 +171,8 @@ def test_a_token_file_that_is_missing_or_one_of_two_is_refused(tmp_path: Path) -
 
 def test_a_client_token_without_an_admin_token_is_refused() -> None:
     with pytest.raises(ConfigError, match="set both"):
-        Roles.of(InterchangeConfig(interchange_server_host="127.0.0.1"), {CLIENT_TOKEN: "c"})
-    for host in ("127.0.0.1", "0.0.0.0"):
+        Roles.of(HERE, {CLIENT_TOKEN: "c"})
+    for section in (HERE, EVERYWHERE):
         with pytest.raises(ConfigError, match="are equal, so every client would be an admin"):
-            Roles.of(InterchangeConfig(interchange_server_host=host), {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG})
-    Roles.of(InterchangeConfig(interchange_server_host="127.0.0.1"), {ADMIN_TOKEN: "a"}).require("client", "")
+            Roles.of(section, {CLIENT_TOKEN: LONG, ADMIN_TOKEN: LONG})
+    Roles.of(HERE, {ADMIN_TOKEN: "a"}).require("client", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 
 import pytest
@@ -11,23 +10,6 @@ from tinkerscript import addresses
 from tinkerscript.addresses import ServerInfo, bind_http, http_url, listen, moved_to, remote_url
 from tinkerscript.config import InterchangeConfig
 from tinkerscript.errors import ConfigError
-
-
-async def test_a_reply_does_not_wait_for_an_acknowledgment() -> None:
-    """Headers and body are two writes; without TCP_NODELAY the second waits 40 ms for the first's."""
-    seen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        accepted = writer.get_extra_info("socket")
-        seen.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        writer.close()
-
-    listener = bind_http(InterchangeConfig(interchange_server_port=0), None)
-    async with await asyncio.start_server(serve, sock=listener):
-        host, port = listener.getsockname()
-        _, writer = await asyncio.open_connection(host, port)
-        assert await seen
-        writer.close()
 
 
 @pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())])

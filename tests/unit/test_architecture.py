@@ -1,12 +1,13 @@
-"""The rooms: who may import whom, no cycles, nothing heavy where it must be light."""
+"""The rooms: who may import whom, no cycles, nothing heavy where it must be light, and what is public."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import cache
+from importlib import import_module
+from inspect import isclass, isfunction
 from pathlib import Path
 
 import pytest
@@ -104,66 +105,89 @@ def test_there_are_no_import_cycles() -> None:
     assert source_tree.cycles(graph()) == []
 
 
+def loaded_by(modules: Iterable[str]) -> set[str]:
+    """What another process has imported after these modules."""
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    return set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+
+
+HEAVY = "torch transformers inspect_ai tinker tinker_cookbook"
+
+
 @pytest.mark.parametrize(
-    "package",
-    ["tinkerscript.client", "tinkerscript.server", "tinkerscript.workers"],  # the server has the gateway
+    ("packages", "heavy"),
+    [
+        ("client", f"{HEAVY} fastapi zmq msgspec numpy typer openai yaml"),
+        ("server gateway", HEAVY),
+        ("workers.worker", HEAVY),  # Its Inspect module is for those who have Inspect.
+        ("inference_ctx rollouts.parquet rollouts.trainers", f"{HEAVY} pyarrow datasets pydantic"),
+        ("commands.train", "torch inspect_ai"),  # What the user can put right is refused before.
+    ],
 )
-def test_light_packages_load_nothing_heavy(package: str) -> None:
-    packages = (package, "tinkerscript.gateway") if package == "tinkerscript.server" else (package,)
-    chosen = [
-        name for name in graph() if any(name == each or name.startswith(f"{each}.") for each in packages)
-    ]
-    if package == "tinkerscript.workers":
-        chosen = ["tinkerscript.workers.worker"]  # its Inspect module is for those who have Inspect
-    chosen = [name for name in chosen if not name.endswith("__main__")]
-    code = f"import sys, {', '.join(chosen)}; print(*sys.modules)"
-    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
-    heavy = {"torch", "transformers", "inspect_ai", "tinker", "tinker_cookbook"} & loaded
-    assert not heavy, f"{package} loads {sorted(heavy)}"
-    if package == "tinkerscript.client":
-        assert not {"fastapi", "zmq", "msgspec", "numpy", "typer", "openai", "yaml"} & loaded
-
-
-def test_the_rooms_of_rollouts_need_nothing_heavy() -> None:
-    code = (
-        "import sys\n"
-        "import tinkerscript.inference_ctx, tinkerscript.rollouts.parquet, tinkerscript.rollouts.trainers\n"
-        "print({'torch', 'tinker', 'transformers', 'pyarrow', 'datasets', 'pydantic'} & set(sys.modules))"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
-
-
-WHEN_USED = {"inspect_ai", "inspect_tinker_bridge", "matplotlib", "peft"}
-"""What some trainers never need, and takes them up to a second of a core each."""
-
-
-def imported_at_once(module: str) -> Iterator[str]:
-    """Yield what importing `module` imports. Functions and what is for type checking do not count."""
-    left: list[ast.AST] = [modules()[module].tree]
-    while left:
-        node = left.pop()
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            left += node.orelse
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            left += ast.iter_child_nodes(node)
+def test_light_packages_load_nothing_heavy(packages: str, heavy: str) -> None:
+    roots = [f"tinkerscript.{package}" for package in packages.split()]
+    chosen = [name for name in graph() if any(f"{name}.".startswith(f"{root}.") for root in roots)]
+    loaded = loaded_by(name for name in chosen if not name.endswith("__main__"))
+    assert not {*heavy.split()} & loaded
 
 
 def test_a_trainer_imports_what_only_some_need_when_it_is_used() -> None:
-    left = ["tinkerscript.commands.train", "tinkerscript.train.run", "tinkerscript.train.sft"]
-    left += ["tinkerscript.engine.embedded", "tinkerscript.engine.memory"]
-    seen = set[str]()
-    while left:
-        module = left.pop()
-        seen.add(module)
-        names = set(imported_at_once(module))
-        heavy = {name for name in names if name.partition(".")[0] in WHEN_USED}
-        assert not heavy, f"{module} imports {sorted(heavy)} before it is used"
-        # Importing `a.b.c` imports `a.b` too.
-        parts = (name.split(".") for name in names)
-        found = {".".join(each[:length]) for each in parts for length in range(1, len(each) + 1)}
-        left += (found & modules().keys()) - seen
-    assert "tinkerscript.train.step_log" in seen
+    """Each takes up to a second of a core."""
+    modules = ("commands.train", "train.run", "train.sft", "engine.embedded", "engine.memory")
+    loaded = loaded_by(f"tinkerscript.{module}" for module in modules)
+    assert "tinkerscript.train.step_log" in loaded
+    assert not {"inspect_ai", "inspect_tinker_bridge", "matplotlib", "peft"} & loaded
+
+
+# The public modules
+
+
+ROOT = Path(__file__).parents[2]
+SEAMS = [
+    "tinkerscript.engine.losses",
+    "tinkerscript.gateway.dialects",
+    "tinkerscript.gateway.dialects.dialect",
+    "tinkerscript.sampler",
+    "tinkerscript.gateway.claim_book",
+    "tinkerscript.train.backends",
+    "tinkerscript.train.backends.backend",
+    "tinkerscript.train.step_metrics",
+    "tinkerscript.workers.base_task",
+]
+BRIDGE = [
+    f"inspect_tinker_bridge.{name}"
+    for name in ("env", "dataset", "loader", "tasks", "ground_truth", "sandbox", "scoring")
+]
+PUBLIC = [
+    "tinkerscript",
+    "tinkerscript.client",
+    "tinkerscript.config",
+    "tinkerscript.errors",
+    "tinkerscript.inference_ctx",
+    "tinkerscript.protocol",
+    "tinkerscript.rollouts",
+    "tinkerscript.testing",
+    "inspect_tinker_bridge",
+    *BRIDGE,
+    *SEAMS,
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_all_is_exact(name: str) -> None:
+    """Every name of `__all__` is there, once, and what a module defines is in it or private."""
+    module = import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert [each for each in module.__all__ if not hasattr(module, each)] == []
+    if name not in SEAMS:
+        defined = {
+            key
+            for key, value in vars(module).items()
+            if (isclass(value) or isfunction(value)) and value.__module__ == name and key[0] != "_"
+        }
+        assert defined <= {*module.__all__}
+
+
+def test_the_api_page_names_the_public_modules() -> None:
+    page = (ROOT / "docs" / "api" / "index.md").read_text(encoding="utf-8")
+    assert [module for module in PUBLIC if module not in page and module not in BRIDGE] == []

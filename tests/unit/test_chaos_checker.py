@@ -131,52 +131,40 @@ def _with(**changed: Spoil) -> Spoil:
 
 def _ledger(**changed: Spoil) -> Spoil:
     """Some tables of the ledger, made anew."""
-    return lambda run: replace(
-        run, ledger=replace(run.ledger, **{name: change(run.ledger) for name, change in changed.items()})
-    )
+    return _with(ledger=lambda run: _with(**changed)(run.ledger))
+
+
+def _spoiled(find: Callable[[Any], dict[str, Any]], **changed: Any) -> Spoil:
+    """Some values of a dictionary in the evidence."""
+
+    def spoil(run: Any) -> Any:
+        find(run).update(changed)
+        return run
+
+    return spoil
 
 
 def _changed(table: str, line: int, **changed: Any) -> Spoil:
     """Some columns of a row of the ledger."""
-
-    def spoil(run: Any) -> Any:
-        getattr(run.ledger, table)[line] |= changed
-        return run
-
-    return spoil
+    return _spoiled(lambda run: getattr(run.ledger, table)[line], **changed)
 
 
 def _told(line: int, **changed: Any) -> Spoil:
     """Some values of a line of the trainer's log."""
-
-    def spoil(run: Any) -> Any:
-        run.trainer[line] |= changed
-        return run
-
-    return spoil
+    return _spoiled(lambda run: run.trainer[line], **changed)
 
 
 def _call(line: int, number: int, **changed: Any) -> Spoil:
-    def spoil(run: Any) -> Any:
-        run.ledger.episodes[line]["calls"][number] |= changed
-        return run
-
-    return spoil
+    return _spoiled(lambda run: run.ledger.episodes[line]["calls"][number], **changed)
 
 
 def _call_of_another(run: Any) -> Any:
     """The thief's call, under the claim of an honest client, which has no idea."""
-    call = {
-        "call": "t",
-        "parent": None,
-        "new_prompt": "00",
-        "sampled": "feed",
-        "logprobs": "aa",
-        "version": 1,
-    }
+    drawn = {"sampled": "feed", "logprobs": "aa"}
+    call = {"call": "t", "parent": None, "new_prompt": "00", "version": 1} | drawn
     run.ledger.episodes[0]["calls"].append(call)
     begin = {"event": "begin", "sample": "t", "worker": "thief/t", "episode": "e2", "turn": 0}
-    end = {"event": "end", "sample": "t", "nonce": "t", "prompt": "00", "sampled": "feed", "logprobs": "aa"}
+    end = {"event": "end", "sample": "t", "nonce": "t", "prompt": "00"} | drawn
     return replace(run, oracle=[*run.oracle, begin, end])
 
 
@@ -212,7 +200,6 @@ _came_after_its_step = _with(trainer=lambda run: [*run.trainer, *_again(run, ste
 _missing = _ledger(episodes=lambda ledger: ledger.episodes[1:], trained=lambda ledger: ledger.trained[2:])
 _commit_lost = _ledger(trained=lambda ledger: ledger.trained[2:])
 _trained_twice = _ledger(trained=lambda ledger: [*ledger.trained, ledger.trained[0] | {"step": 2}])
-_left_out_too = _ledger(trained=lambda ledger: [*ledger.trained, _left_out("e0")])
 
 
 def _again(run: Any, *, step: int) -> list[dict[str, Any]]:
@@ -227,18 +214,15 @@ def _again(run: Any, *, step: int) -> list[dict[str, Any]]:
         (_missing, "e0: registered, and not in the ledger"),
         (_missing, "e0: confirmed to w and not in the ledger"),
         (_changed("episodes", 1, state="claimed"), "e1: claimed in the ledger, not over"),
-        (_changed("episodes", 1, consumed=False), "e1: ended, and nothing has used it"),
         (_commit_lost, "e0: ended, and nothing has used it"),
         (_commit_lost, "e0: committed for step 1 by the trainer's log, for None by the ledger"),
         (_commit_lost, "step 1: trained on 2 episodes, not 3"),
         (_ledger(steps=lambda ledger: ledger.steps[:1]), "step 1: 0 in the ledger that stand"),
         (_changed("episodes", 1, state="failed", failures=["expired"]), "e1: failed: ['expired']"),
-        (_changed("episodes", 4, failures=["cancelled", "expired"]), "e3: failed"),
         (_with(trainer=lambda run: [*run.trainer[:7], *run.trainer[8:]]), "e3: cancelled, and nobody asked"),
         (_confirmed_another, "but the ledger has claim 2"),
         # Doubled
         (_trained_twice, "e0: 2 rows of training that stand"),
-        (_left_out_too, "e0: 2 rows of training that stand"),
         (_ledger(steps=lambda ledger: 2 * ledger.steps), "step 1: 2 in the ledger that stand"),
         (_came_again, "e0: reached the trainer twice"),
         (_came_after_its_step, "e0: reached the trainer again, after step 1 had trained on it"),
@@ -249,11 +233,9 @@ def _again(run: Any, *, step: int) -> list[dict[str, Any]]:
         # Crossed
         (_call_of_another, "has a call that thief/t made for e2"),
         (_changed("other_claims", 0, episode="e1"), "e1: claim 1 of w has a call that w made for e0"),
-        (_changed("other_claims", 0, client="v"), "claim 1 of v has a call that w made for e0"),
         (_other_episodes_calls, "nonce of turn 0 is in 0 calls"),
         (_told(3, reward=7.0), "e0: reached the trainer otherwise than it is in the ledger"),
         (_told(3, calls=[]), "e0: reached the trainer otherwise than it is in the ledger"),
-        (_told(3, kind="failed"), "e0: reached the trainer otherwise than it is in the ledger"),
         (_changed("episodes", 0, step=2), "e0: step 1 trained on it, and it was not planned so"),
         (_changed("episodes", 0, undone=2), "e0: step 1 trained on it, and it was not planned so"),
         (_unplanned, "e0: an episode that nobody registered"),
@@ -265,7 +247,6 @@ def _again(run: Any, *, step: int) -> list[dict[str, Any]]:
         (_missing_turn, "2 nonces, not 3"),
         # Policy versions
         (_call(0, 2, version=0), "e0: call call-e0020abcdef has policy version 0"),
-        (_call(0, 2, version=4), "e0: call call-e0020abcdef has policy version 4"),
         (_changed("episodes", 0, claimed_version=2), "has policy version 1"),
         (_changed("publications", 2, policy_version=0), "published in the order [0, 1, 0, 3]"),
         # Hostile clients
@@ -299,11 +280,8 @@ def streamed() -> Evidence:
     ]
     whole = parts[0]
     first = whole | {"version": 0, "sampled": whole["sampled"][:ID_HEX]}
-    rest = {
-        "prompt": whole["prompt"] + first["sampled"],
-        "sampled": whole["sampled"][ID_HEX:],
-        "logprobs": "",
-    }
+    left = whole["sampled"][ID_HEX:]
+    rest = {"prompt": whole["prompt"] + first["sampled"], "sampled": left, "logprobs": ""}
     for line in (*run.ledger.episodes, *run.ledger.other_claims):
         for call in line.get("calls", ()):
             call |= {"spans": []} | ({} if "version" in call else {"version": 1})
@@ -327,11 +305,9 @@ def test_a_sound_run_whose_weights_moved_in_flight_has_no_faults() -> None:
     [
         (_call(0, 0, spans=[[0, 0]]), "e0: version 0 has not sampled the tokens 0 to 2 of call"),
         (_call(0, 0, spans=[[0, 0], [2, 1]]), "e0: version 2 has not sampled the tokens 1 to 2 of call"),
-        (_call(0, 1, spans=[[0, 0], [1, 1]]), "e0: version 0 has not sampled the tokens 0 to 1 of call"),
         (_with(oracle=lambda run: run.oracle[:-1]), "version 1 has not sampled the tokens 0 to 2"),
         (_changed("publications", 0, step=-2), "e0: step 1 trained on tokens of version 0"),
         (_changed("publications", 1, undone=2), "e1: step 1 trained on tokens of version 1"),
-        (_changed("publications", 1, step=1), "e1: step 1 trained on tokens of version 1"),
         (_changed("episodes", 0, step=-1), "e0: step 1 trained on it, and it was not planned so"),
     ],
 )

@@ -30,11 +30,13 @@ from tinkerscript.logs import (
 FORGED = "\n2026-01-01 00:00:00,000 INFO root: a forged record\r\x1b[2J\u2028\x85{}"
 ENVIRON = {"TINKERSCRIPT_CLIENT_TOKEN": "the-clients-token", "PATH": "/usr/bin:/bin", "SHORT_KEY": "a"}
 
+Logs = Callable[[LogFormat], io.StringIO]
+
 logger = logging.getLogger("tried")
 
 
 @pytest.fixture
-def logs() -> Iterator[Callable[[LogFormat], io.StringIO]]:
+def logs() -> Iterator[Logs]:
     """Starts logging in a format; what is logged."""
     root, handlers = logging.getLogger(), list[logging.Handler]()
     level = root.level
@@ -54,27 +56,24 @@ def records(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_a_record_says_what_it_is_about(logs: Callable[[LogFormat], io.StringIO]) -> None:
+def test_a_record_says_what_it_is_about(logs: Logs) -> None:
     as_json, as_text = logs("json"), logs("text")
     with about(run="r", episode="e", attempt=2, client="w"):
         logger.info("in the block")
     logger.info("after it")
     inside, after = records(as_json)
-    assert {name: inside[name] for name in ("run", "episode", "attempt", "claim", "client")} == {
-        **{"run": "r", "episode": "e", "attempt": 2, "claim": "e/2", "client": "w"}
-    }
-    assert (inside["level"], inside["logger"], inside["message"]) == ("INFO", "tried", "in the block")
+    ids = {"run": "r", "episode": "e", "attempt": 2, "claim": "e/2", "client": "w"}
+    record = {"level": "INFO", "logger": "tried", "message": "in the block"}
+    assert inside.items() >= (ids | record).items()
     assert inside["time"].endswith("+00:00")
-    assert not after.keys() & {"run", "episode", "attempt", "claim", "client"}
+    assert not after.keys() & ids.keys()
     first, second = as_text.getvalue().splitlines()
     assert first.endswith("INFO tried: in the block [run=r episode=e attempt=2 client=w]")
     assert second.endswith("INFO tried: after it")
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_no_text_can_look_like_another_record(
-    logs: Callable[[LogFormat], io.StringIO], format: LogFormat
-) -> None:
+def test_no_text_can_look_like_another_record(logs: Logs, format: LogFormat) -> None:
     stream = logs(format)
     with about(episode=f"e{FORGED}", client=FORGED):
         logger.warning("a client said %s", FORGED)
@@ -92,7 +91,7 @@ def test_no_text_can_look_like_another_record(
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_secrets_are_not_shown(logs: Callable[[LogFormat], io.StringIO], format: LogFormat) -> None:
+def test_secrets_are_not_shown(logs: Logs, format: LogFormat) -> None:
     stream = logs(format)
     key = claim_key(b"secret", "episode", 3)
     logger.info("with the-clients-token, %s, postgresql://me:hunter2@db/x", key)
@@ -109,9 +108,7 @@ def test_secrets_are_not_shown(logs: Callable[[LogFormat], io.StringIO], format:
 
 
 @pytest.mark.parametrize("is_async", [True, False])
-async def test_what_a_rollout_logs_is_about_its_episode(
-    logs: Callable[[LogFormat], io.StringIO], is_async: bool
-) -> None:
+async def test_what_a_rollout_logs_is_about_its_episode(logs: Logs, is_async: bool) -> None:
     """Also on the thread of a plain one; and two that run at once are not confused."""
     stream = logs("json")
     both = threading.Barrier(1 if is_async else 2)
@@ -135,9 +132,7 @@ async def test_what_a_rollout_logs_is_about_its_episode(
     assert found == {"at work on a": "a/1", "at work on b": "b/1"}
 
 
-async def test_what_the_server_logs_for_a_request_is_about_its_claim(
-    logs: Callable[[LogFormat], io.StringIO],
-) -> None:
+async def test_what_the_server_logs_for_a_request_is_about_its_claim(logs: Logs) -> None:
     stream = logs("json")
     keys = ClaimKeys(b"secret", Roles())
 
@@ -159,7 +154,7 @@ def test_a_trainers_log_is_a_file(tmp_path: Path) -> None:
         logger.info("trained")
     logger.warning("not in it")
     (line,) = (tmp_path / "trainer.log").read_text().splitlines()
-    assert {**json.loads(line), "time": ""}.items() >= {"run": "r", "episode": "e"}.items()
+    assert json.loads(line).items() >= {"run": "r", "episode": "e"}.items()
 
 
 def test_a_flood_of_one_warning_is_cut_and_says_so(clock: Clock) -> None:

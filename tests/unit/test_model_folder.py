@@ -35,28 +35,21 @@ def write(folder: Path, **files: object) -> Path:
     return folder
 
 
-def test_the_tiny_model_and_folders(tmp_path: Path) -> None:
-    assert model_folder("tiny") == TINY_MODEL
-    with pytest.raises(ConfigError, match=r"has no config\.json; give .tiny., the folder"):
-        model_folder(str(tmp_path))
-
-
 def test_limits_are_read_of_text_models_inside_others_too(tmp_path: Path) -> None:
     write(tmp_path, config={"text_config": {"max_position_embeddings": 77, "vocab_size": 11}})
     assert (context_of(tmp_path), vocabulary_of(tmp_path)) == (77, 11)
     for name in ("n_positions", "max_seq_len"):
         assert context_of(write(tmp_path, config={name: 78})) == 78
-    write(tmp_path, config={})
-    with pytest.raises(ConfigError, match="has no max_position_embeddings"):
-        context_of(tmp_path)
-    with pytest.raises(ConfigError, match="has no vocab_size"):
-        vocabulary_of(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
-        context_of(tmp_path)
+    for text, problem in (("{}", "has no max_position_embeddings"), ("{", r"cannot read .*config\.json")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=problem):
+            context_of(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"cannot read .*config\.json: there is no such file"):
-        context_of(tmp_path)
+        vocabulary_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no config\.json; give .tiny., the folder"):
+        model_folder(str(tmp_path))
+    assert model_folder("tiny") == TINY_MODEL
 
 
 @pytest.mark.parametrize(
@@ -67,9 +60,7 @@ def test_limits_are_read_of_text_models_inside_others_too(tmp_path: Path) -> Non
         ({"eos_token_id": [0, 5]}, {"eos_token_id": 3}, {0, 5}),
     ],
 )
-def test_generation_stops_where_its_config_says_first(
-    tmp_path: Path, generation: object, config: object, ids: set[int]
-) -> None:
+def test_stop_ids_are_read(tmp_path: Path, generation: object, config: object, ids: set[int]) -> None:
     assert stop_ids_of(write(tmp_path, config=config, generation_config=generation)) == ids
 
 
@@ -103,16 +94,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[FakeHub]:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
     monkeypatch.chdir(tmp_path)
     with served.serving() as url:
+        files = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(constants, "ENDPOINT", url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         yield served
 
 
-def test_a_model_of_the_hub_is_fetched_once_and_without_weights(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_hub_is_fetched_without_weights(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     folder = model_folder("acme/llama", note=notes.append)
     assert (hub_id_of(folder), model_name(folder), context_of(folder)) == ("acme/llama", "acme/llama", 8192)
@@ -165,10 +153,9 @@ def test_without_a_network_the_cache_is_all_there_is(hub: FakeHub, monkeypatch: 
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         why = "HF_HUB_OFFLINE is set" if offline else "cannot be reached"
-        with pytest.raises(ConfigError, match=f"nor completely in the cache .*, and .*{why}"):
-            model_folder("acme/other")
-        with pytest.raises(ConfigError, match=f"nor completely in the cache .*, and .*{why}"):
-            model_folder("acme/llama", weights=True)
+        for model, weights in (("acme/other", False), ("acme/llama", True)):
+            with pytest.raises(ConfigError, match=f"nor completely in the cache .*, and .*{why}"):
+                model_folder(model, weights=weights)
         assert model_folder("acme/llama") == folder
 
 

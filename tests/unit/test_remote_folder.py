@@ -10,8 +10,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from interchange_helpers import until
 from run_ledger import rows
@@ -33,11 +35,10 @@ URL = "memory://bucket/run_17"
 
 
 @pytest.fixture(autouse=True)
-def store() -> Iterator[dict[str, Any]]:
-    """What is in fsspec's file system in memory: path -> file."""
-    from fsspec.implementations.memory import MemoryFileSystem
-
-    yield MemoryFileSystem.store
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty file system in memory, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
@@ -91,33 +92,23 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "runs" / "run_17")
 
 
-class Broken:
-    """Writing a file fails so many times; then it works."""
+def break_writing(monkeypatch: pytest.MonkeyPatch, of: str = "") -> None:
+    """Writing fails from now on, of files whose name has this in it."""
+    pipe = MemoryFileSystem.pipe_file
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: float, *, only: str = "") -> None:
-        from fsspec.implementations.memory import MemoryFileSystem
+    def pipe_file(files: Any, target: str, *given: Any, **more: Any) -> Any:
+        if of in target:
+            raise OSError("the network is down")
+        return pipe(files, target, *given, **more)
 
-        self.times = times
-        pipe = MemoryFileSystem.pipe_file
-
-        def pipe_file(files: Any, target: str, *given: Any, **more: Any) -> Any:
-            if self.times and only in target:
-                self.times -= 1
-                raise OSError("the network is down")
-            return pipe(files, target, *given, **more)
-
-        monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", pipe_file)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        *(("s3://bucket/run", True), ("file:///runs/one", True), ("memory://a", True)),
-        *(("runs/one", False), ("auto", False), ("tinker://run/weights/1", False), ("C:/runs", False)),
-    ],
-)
-def test_a_url_is_told_from_a_folder(text: str, expected: bool) -> None:
-    assert is_url(text) == expected
+def test_a_url_is_told_from_a_folder() -> None:
+    for url in ("s3://bucket/run", "file:///runs/one", "memory://a"):
+        assert is_url(url)
+    for other in ("runs/one", "auto", "tinker://run/weights/1", "C:/runs"):
+        assert not is_url(other)
 
 
 async def test_what_is_finished_is_at_the_url_under_the_names_of_the_run_folder(run: Run) -> None:
@@ -129,9 +120,8 @@ async def test_what_is_finished_is_at_the_url_under_the_names_of_the_run_folder(
     (run.path / "checkpoints" / "step_0002").mkdir()  # Still being written: it has no manifest.
     await run.copied()
     remote = RemoteFolder(URL)
-    assert remote.names("") == [
-        *("checkpoints", "config.yaml", "ledger.sqlite", "metrics.jsonl", "position.json", "rollouts"),
-    ]
+    names = "checkpoints config.yaml ledger.sqlite metrics.jsonl position.json rollouts"
+    assert remote.names("") == names.split()
     assert remote.read("rollouts/step_0001.jsonl") == b"{}\n"
     assert remote.names("checkpoints") == ["step_0001"]
     assert remote.names("checkpoints/step_0001") == ["manifest.json", "model.safetensors", "parts"]
@@ -158,10 +148,7 @@ async def test_the_ledger_is_copied_whole_while_it_is_written(run: Run, tmp_path
     async with run.uploads() as uploads:
         with closing(sqlite3.connect(run.path / LEDGER_FILE)) as writer:
             writer.execute("BEGIN IMMEDIATE")
-            writer.execute(
-                "INSERT INTO steps (step, time, policy_version, accepted, failed, trained, stopped, undone) "
-                "VALUES (2, 0.0, 2, 0, 0, 0, '', 0)"
-            )
+            writer.execute(ANOTHER_STEP)
             uploads.copy()
             await until(lambda: remote.position() == (1, 1), "the first copy")
             assert steps_there(tmp_path) == [1], "what is committed"
@@ -171,14 +158,12 @@ async def test_the_ledger_is_copied_whole_while_it_is_written(run: Run, tmp_path
     assert not list(run.path.glob(".copy-*"))
 
 
-async def test_what_could_not_be_copied_is_copied_by_the_next_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_not_copied_is_for_the_next_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.checkpoint("step_0001")
     await run.step(1)
     with monkeypatch.context() as patch:
         async with run.uploads() as uploads:
-            Broken(patch, float("inf"))
+            break_writing(patch)
             with pytest.raises(UploadError, match="not copied to memory://bucket/run_17: OSError: the net"):
                 await uploads.finish()
     await run.copied()
@@ -188,14 +173,12 @@ async def test_what_could_not_be_copied_is_copied_by_the_next_run(
 
 async def test_a_checkpoint_is_whole_or_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     remote = RemoteFolder(URL)
-    Broken(monkeypatch, 1, only="manifest")
+    break_writing(monkeypatch, of="manifest")
     with pytest.raises(OSError, match="the network is down"):
         remote.put_checkpoint(run.checkpoint("step_0001"), "checkpoints/step_0001")
     assert remote.names("checkpoints/step_0001") == ["model.safetensors", "parts"]
     assert remote.steps() == []
-    with pytest.raises(
-        ConfigError, match=r"step_0001 is not a finished checkpoint: it has no manifest\.json"
-    ):
+    with pytest.raises(ConfigError, match=r"step_0001 is not a finished checkpoint: it has no manifest"):
         fetched_checkpoint(f"{URL}/checkpoints/step_0001")
 
 
@@ -228,10 +211,8 @@ async def test_a_new_run_is_refused_where_there_is_one(run: Run, tmp_path: Path)
             raise AssertionError("it began")
 
 
-async def test_a_url_that_cannot_be_written_is_refused_before_anything_trains(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Broken(monkeypatch, float("inf"))
+async def test_a_url_that_cannot_be_written_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_writing(monkeypatch)
     with pytest.raises(ConfigError, match=f"experiment_dir: {URL} cannot be written: OSError: the network"):
         async with run.uploads():
             raise AssertionError("it began")
@@ -256,10 +237,8 @@ async def test_a_run_is_resumed_on_another_machine(copied: Run, tmp_path: Path) 
     assert folder == tmp_path / "elsewhere" / "run_17"
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     step = "checkpoints/step_0002"
-    assert files == {
-        *("config.yaml", "ledger.sqlite", "metrics.jsonl"),
-        *(f"{step}/manifest.json", f"{step}/model.safetensors", f"{step}/parts/optimizer.pt"),
-    }
+    parts = {f"{step}/{name}" for name in ("manifest.json", "model.safetensors", "parts/optimizer.pt")}
+    assert files == {"config.yaml", "ledger.sqlite", "metrics.jsonl"} | parts
     assert [row.step for row in rows(folder, StepRow)] == [1]
     assert (folder / step / "model.safetensors").read_text() == "weights of step_0002"
     assert notes == [f"fetching the run at {URL} into {folder}"]
@@ -280,21 +259,17 @@ async def test_a_run_that_has_gone_on_elsewhere_is_not_resumed_from_what_is_here
         resumable_folder(URL, copied.path.parent)
 
 
-async def test_a_fetch_that_was_cut_is_made_again(
-    copied: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("copied")
+def test_a_fetch_that_was_cut_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(RemoteFolder, "get", lambda *_: (_ for _ in ()).throw(OSError("the network is down")))
+        patch.setattr(RemoteFolder, "get", Mock(side_effect=OSError("the network is down")))
         with pytest.raises(ConfigError, match="cannot be read: OSError: the network is down"):
             resumable_folder(URL, tmp_path / "elsewhere")
     folder = resumable_folder(URL, tmp_path / "elsewhere")
     assert [row.step for row in rows(folder, StepRow)] == [1]
 
 
-async def test_a_checkpoint_is_fetched_once_and_again_when_it_is_another(
-    copied: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+async def test_a_checkpoint_is_fetched_once_and_again_when_it_is_another(copied: Run) -> None:
     notes: list[str] = []
     url = f"{URL}/checkpoints/final"
     first = fetched_checkpoint(url, note=notes.append)
@@ -311,10 +286,8 @@ async def test_a_checkpoint_is_fetched_once_and_again_when_it_is_another(
 
 
 @pytest.mark.parametrize("name", ["../../outside", "/etc/outside", ""])
-async def test_a_manifest_that_leads_out_of_its_folder_is_refused(
-    copied: Run, store: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("copied")
+def test_a_manifest_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: str) -> None:
     manifest = {"files": {name: {"bytes": 0, "sha256": ""}}}
     RemoteFolder(URL).write(json.dumps(manifest).encode(), "checkpoints/final/manifest.json")
     with pytest.raises(ConfigError, match="which is not a file of the checkpoint"):
@@ -322,10 +295,8 @@ async def test_a_manifest_that_leads_out_of_its_folder_is_refused(
     assert not list(tmp_path.rglob("outside"))
 
 
-async def test_a_file_that_is_not_what_was_copied_is_refused(
-    copied: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("copied")
+def test_a_file_that_is_not_what_was_copied_is_refused(tmp_path: Path) -> None:
     name = "checkpoints/final/model.safetensors"
     RemoteFolder(URL).write(b"Weights of final", name)
     with pytest.raises(ConfigError, match=r"model\.safetensors differs from its entry in manifest\.json"):

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tinkerscript import testing
+from rollout_helpers import make_call
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.rollouts import Call, pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from tinkerscript.rollouts import pack_ids, unpack_ids, unpack_logprobs
 from tinkerscript.sampler import Progress, SampleRequest
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
-
-
-def test_all_is_exact() -> None:
-    defined = {
-        name
-        for name, value in vars(testing).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == testing.__name__
-    }
-    assert set(testing.__all__) == defined
 
 
 async def test_a_scripted_sampler_samples_what_its_script_returns() -> None:
@@ -54,15 +45,7 @@ async def test_a_scripted_samplers_progress_adds_up_to_its_result() -> None:
 async def test_a_claim_book_refuses_unknown_keys_and_lost_claims() -> None:
     claim = OpenClaim(episode_uuid="e", attempt=1, policy_version=0)
     book = MemoryClaimBook({"key": claim})
-    call = Call(
-        call_id="c",
-        parent_id=None,
-        new_prompt=pack_ids([1]),
-        sampled=pack_ids([2]),
-        logprobs=pack_logprobs([-0.5]),
-        stop_reason="stop",
-        policy_version=0,
-    )
+    call = make_call(None, [1], [2])
     assert await book.open("key") == claim
     await book.record(claim, [call])
     with pytest.raises(GatewayError) as unknown:

@@ -49,13 +49,6 @@ def test_a_copy_is_loaded_whatever_happens_to_the_original(source: WeightSource,
         source.fetch(name)
 
 
-def test_the_files_of_another_version_are_refused(source: WeightSource, tmp_path: Path) -> None:
-    older, newer = written(tmp_path, 1, b"older"), written(tmp_path, 2, b"newer")
-    (tmp_path / newer / FILES[1]).write_bytes((tmp_path / older / FILES[1]).read_bytes())
-    with pytest.raises(WrongWeightsError):
-        source.fetch(newer)
-
-
 @pytest.mark.parametrize(
     "name", ["base", "policy-run-1", "../policy-run-1-0123456789abcdef", "policy-run-1-0123456789abcdef"]
 )

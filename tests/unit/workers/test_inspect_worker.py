@@ -252,7 +252,9 @@ def rollout_of(*tasks: str, endpoint: ChatEndpoint | None = None) -> TaskRollout
 async def played(server: Server, task: str, number: int = 4, **claimed: Any) -> WorkflowOutput:
     """The output of one episode."""
     async with rollout_of(task) as rollout:
-        return await rollout(episode(server, task, number, **claimed))
+        output = await rollout(episode(server, task, number, **claimed))
+    assert isinstance(output, WorkflowOutput)
+    return output
 
 
 async def test_an_episode_is_asked_scored_and_described(server: Server, spec: str) -> None:
@@ -375,7 +377,9 @@ async def test_metadata_that_json_does_not_have_reaches_the_scorer(server: Serve
 async def two_turns(server: Server, task: str, args: dict[str, JsonValue]) -> WorkflowOutput:
     server.replies = [said("1", id="chatcmpl-first"), said("2", id="chatcmpl-second")]
     async with TaskRollout({task: load_task(task, args)}) as rollout:
-        return await rollout(episode(server, task, payload=planned(task, **args)))
+        output = await rollout(episode(server, task, payload=planned(task, **args)))
+    assert isinstance(output, WorkflowOutput)
+    return output
 
 
 @pytest.mark.parametrize(

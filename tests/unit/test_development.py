@@ -1,14 +1,16 @@
-"""`dev/house.py`: what it counts, and which problems it finds, in small trees."""
+"""The tools in `dev/`: what `house.py` counts and finds, `install.py`, and the list of mutants."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
 import house
+import install
 import source_tree
 from source_tree import Module, Modules
 
@@ -48,9 +50,7 @@ def f(
     assert Module("a", Path("p/a.py"), text).code_lines == 1 + 3 + 3 + 1
 
 
-def test_imports_in_functions_for_type_checking_relative_and_by_literal_string_are_edges(
-    tmp_path: Path,
-) -> None:
+def test_imports_in_functions_for_types_relative_and_by_literal_string_are_edges(tmp_path: Path) -> None:
     modules = tree(
         tmp_path,
         {
@@ -105,33 +105,6 @@ def test_only_cycles_and_homonyms_fail_the_check(tmp_path: Path) -> None:
     assert as_json["problems"]["class homonyms"] == ["Seam: p.a, p.c"]
 
 
-def test_keys_of_the_config_are_those_that_hold_a_value(tmp_path: Path) -> None:
-    text = """
-class Lora(Section):
-    rank: int = 0
-    seed: int = 0
-class Task(Section):
-    name: str = ""
-    args: dict[str, str] = {}
-class Weighted(Task):
-    weight: float = 1.0
-class RunConfig(Section):
-    model_config = {}
-    port: int | Literal["off"] = 0
-    lora: Lora = Lora()
-    task: Task = Task()
-    tasks: list[Weighted] = []
-    roles: dict[str, Role] = {}
-    @property
-    def all(self) -> list[Weighted]: ...
-"""
-    tree(
-        tmp_path,
-        {"p/a.py": text, "p/b.py": "class Role(Section):\n    kind: str\nclass Other:\n    x: int\n"},
-    )
-    assert house.survey(tmp_path / "src").counts["config keys"] == 1 + 2 + 2 + 1 + 1
-
-
 def test_a_public_constant_is_defined_in_one_module(tmp_path: Path) -> None:
     types = 'from typing import TypeVar\nT = TypeVar("T")\n'
     modules = tree(
@@ -139,3 +112,50 @@ def test_a_public_constant_is_defined_in_one_module(tmp_path: Path) -> None:
         {"p/a.py": f"{types}POLL_S = 1.0\n_OWN = 2\n", "q/b.py": f"{types}POLL_S: float = 2.0\n_OWN = 3\n"},
     )
     assert source_tree.constant_homonyms(modules) == {"POLL_S": ["p.a", "q.b"]}
+
+
+# `install.py`: uv does what pip would do with its settings, or pip does it
+
+
+LISTED = """\
+:env:.extra-index-url='https://env/simple'
+:env:.disable-pip-version-check='1'
+global.cert='/etc/ca.crt'
+global.constraint='/etc/constraints.txt'
+global.extra-index-url='file:///a/simple file:///b/simple'
+global.find-links='\\n/wheels'
+install.index-url='https://mirror/simple?a=b'
+download.index-url='https://other/simple'
+"""
+
+
+def test_the_settings_of_pip_become_those_of_uv() -> None:
+    made = install.for_uv(install.settings(LISTED))
+    assert made is not None
+    options, variables = made
+    assert options[options.index("--default-index") + 1] == "https://mirror/simple?a=b"
+    assert options.count("--index") == 1
+    assert options[options.index("--index") + 1] == "https://env/simple", "the environment goes first"
+    assert options[options.index("--find-links") + 1] == "/wheels"
+    assert options[options.index("--constraint") + 1] == "/etc/constraints.txt"
+    assert variables == {"SSL_CERT_FILE": "/etc/ca.crt"}
+
+
+def test_a_setting_without_a_counterpart_is_left_to_pip() -> None:
+    assert install.for_uv({"client-cert": "me.pem"}) is None
+
+
+# The list of mutants
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_the_list_of_mutants_names_is_there() -> None:
+    listed = tomllib.loads((ROOT / "dev" / "mutants.toml").read_text())
+    for module in listed["modules"].values():
+        assert [file for file in (*module["files"], *module["tests"]) if not (ROOT / file).is_file()] == []
+    for each in listed["may_live"]:
+        text = (ROOT / each["file"]).read_text(encoding="utf-8")
+        assert " ".join(each["line"].split()) in " ".join(text.split()), each["line"]
+        assert each["reason"]
