@@ -75,11 +75,6 @@ def test_recording_is_a_bare_word_of_yaml(tmp_path: Path, word: str) -> None:
     assert load_config(tmp_path / "dumped.yaml").recording == word
 
 
-def test_a_dumped_config_is_the_same_config() -> None:
-    config = load_config(ROOT / "examples" / "arithmetic.yaml")
-    assert parse_config(dump_config(config), source="again") == config
-
-
 def test_names_of_user_code_are_imported(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("reward = 7")

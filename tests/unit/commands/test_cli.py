@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -24,13 +23,6 @@ from tinkerscript.client.settings import DEFAULT_SERVER_URL, local_server_url
 from tinkerscript.commands.view import check_reach
 from tinkerscript.errors import ConfigError, RequestRefusedError, WorkerError
 from tinkerscript.workers import worker
-
-
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def python(code: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -117,8 +109,8 @@ def test_port_says_where_the_server_of_a_config_listens(tmp_path: Path, command:
     assert f"port {port} on 127.0.0.1 is in use" in run.stderr
 
 
-def test_status_says_at_once_that_nothing_answers(unused_port: int) -> None:
-    url = f"http://127.0.0.1:{unused_port}"
+def test_status_says_at_once_that_nothing_answers(unused_tcp_port: int) -> None:
+    url = f"http://127.0.0.1:{unused_tcp_port}"
     began = time.monotonic()
     result = CliRunner().invoke(app, ["status", "--server", url])
     assert time.monotonic() - began < 20
@@ -127,12 +119,12 @@ def test_status_says_at_once_that_nothing_answers(unused_port: int) -> None:
 
 
 def test_a_run_is_found_by_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_port: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
     """Whatever port its server has. Only a server of this user's on this machine: it gets the token."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TINKERSCRIPT_SERVER_URL", raising=False)
-    run, url = tmp_path / "runs" / "latest", f"http://127.0.0.1:{unused_port}"
+    run, url = tmp_path / "runs" / "latest", f"http://127.0.0.1:{unused_tcp_port}"
     run.mkdir(parents=True)
 
     def served(url: str, pid: int) -> None:

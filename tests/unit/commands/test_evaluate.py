@@ -154,6 +154,6 @@ async def test_what_raises_has_failed(
         ({"task_args": {"letters": 3}}, "it accepts words"),
     ],
 )
-async def test_bad_options_of_it_are_named(options: dict[str, Any], more: dict[str, Any], said: str) -> None:
+async def test_wrong_options_are_named(options: dict[str, Any], more: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         await evaluated(options | more)

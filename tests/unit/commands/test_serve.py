@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import os
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 from fastapi import FastAPI
-from rich.console import Console
 
 from asgi_caller import AsgiCaller
 from clock import Clock
 from rollout_helpers import make_call
-from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN, Roles
-from tinkerscript.commands import serve as module
-from tinkerscript.commands.serve import Served, serve_checkpoint, served_config
-from tinkerscript.config import EngineConfig, InterchangeConfig
-from tinkerscript.errors import GatewayError, WorkerError
+from tinkerscript.commands.serve import served_config
+from tinkerscript.config import EngineConfig
+from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.endpoint import create_gateway
 from tinkerscript.limits import KEPT_BYTES, KEPT_CALLS, KEPT_S
 from tinkerscript.processes.children import ServerAddress, engine_child
-from tinkerscript.processes.supervisor import Supervisor
 from tinkerscript.rollouts.call import Call
 from tinkerscript.server.claims import ServedModel
 from tinkerscript.server.episodes.book import EpisodeBook
@@ -57,11 +49,6 @@ def served_model(token: str | None, clock: Clock) -> ServedModel:
     return ServedModel(token, ServerMetrics(EpisodeBook(clock=clock, max_attempts=1)), clock=clock)
 
 
-class Ended(Supervisor):
-    async def failed(self) -> None:
-        raise WorkerError("that is all")
-
-
 def test_the_engine_computes_where_and_as_it_was_asked_to(tmp_path: Path) -> None:
     asked = EngineConfig(model="/model", device="cuda:1", dtype="bfloat16")
     child = engine_child(asked, ServerAddress("http://here", "ipc:///link", None), tmp_path)
@@ -69,30 +56,13 @@ def test_the_engine_computes_where_and_as_it_was_asked_to(tmp_path: Path) -> Non
     assert " --device cuda:1 --dtype bfloat16" in words
 
 
-@pytest.mark.parametrize("token", [None, "sixteen-letters!"])
-async def test_serve_names_its_keys(monkeypatch: pytest.MonkeyPatch, clock: Clock, token: str | None) -> None:
-    @asynccontextmanager
-    async def served(*_: object, **__: object) -> AsyncGenerator[Served]:
-        yield Served("tiny[x]", ServerAddress("http://here", "", None), Ended(max_restarts=0, note=print))
-
-    for name in (CLIENT_TOKEN, f"{CLIENT_TOKEN}_FILE", ADMIN_TOKEN, f"{ADMIN_TOKEN}_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    if token is not None:
-        monkeypatch.setenv(CLIENT_TOKEN, token)
-    monkeypatch.setattr(module, "served_checkpoint", served)
-    printed = io.StringIO()
-    with pytest.raises(WorkerError, match="that is all"):
-        await serve_checkpoint("tiny", "127.0.0.1", 0, Console(file=printed, width=40))
-    keys = f"the API key is {CLIENT_TOKEN}" if token else "any API key will do"
-    assert printed.getvalue() == f"serving 'tiny[x]' at http://here/v1 ({keys})\n"
-    roles = Roles.of(InterchangeConfig(), os.environ, serve_model=True)
-    model = served_model(roles.client_token, clock)
-    if token is None:
-        assert await model.open("any") != await model.open("")
-    else:
-        await model.open(token)
-        with pytest.raises(GatewayError, match="does not open this model"):
-            await model.open("any")
+async def test_a_served_model_takes_any_key_unless_it_has_a_token(clock: Clock) -> None:
+    served = served_model(None, clock)
+    assert await served.open("any") != await served.open("")
+    closed = served_model("sixteen-letters!", clock)
+    await closed.open("sixteen-letters!")
+    with pytest.raises(GatewayError, match="does not open this model"):
+        await closed.open("any")
 
 
 def stored(number: int, parent: int | None = None, text: str = "") -> Call:

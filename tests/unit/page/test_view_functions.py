@@ -197,12 +197,6 @@ def test_before_there_is_a_ledger_a_run_is_shown_as_one_that_began(tmp_path: Pat
     assert search(ledger, "word").episodes == []
 
 
-def test_one_evaluation_is_no_gain(run: WrittenRun) -> None:
-    write_evaluation(run, "before", 0, {0: [0.0], 1: [1.0]})
-    line = run_line("run", run.reader)
-    assert (line.score_before, line.score) == (None, 0.5)
-
-
 def test_the_time_left_is_that_of_steps_of_a_usual_length(run: WrittenRun) -> None:
     """8 of 50 s; the last one ended 30 s ago."""
     run.status(state="running", process=ProcessId.own(), step=2, steps=10, began=100.0)

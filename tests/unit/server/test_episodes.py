@@ -127,19 +127,15 @@ def test_a_claim_asks_for_a_type(book: EpisodeBook) -> None:
 
 
 def test_an_expired_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None:
+    """The model below tests when a lease expires; here is what a late client is told."""
     registered(book, "e")
-    episode = claimed(book, "slow", lease_s=10)
-    clock.now += 9
-    book.held("e", 1)
-    clock.now += 9
-    assert not book.expire(), "activity renewed the lease"
-    clock.now += 1
-    assert book.leases.next_deadline() == clock.now
+    episode = claimed(book, "slow")
+    clock.now += 10
     assert book.expire() == [episode]
     assert book.leases.next_deadline() is None
-    assert "episode e no longer holds the lease: lease_expired: no activity for 10 s" in episode.why_lost(1)
     claimed(book, "quick")
-    with pytest.raises(NotTheOwnerError, match="lease_expired"):
+    late = "claim 1 of episode e no longer holds the lease: lease_expired: no activity for 10 s"
+    with pytest.raises(NotTheOwnerError, match=late):
         book.end("e", 1, reward=1, result=b"late")
     with pytest.raises(NotTheOwnerError, match="was never made"):
         book.end("e", 3, reward=1, result=b"forged")
@@ -185,19 +181,15 @@ def test_pages_begin_past_a_number_and_hold_so_many(book: EpisodeBook) -> None:
 
 
 def test_who_looks_on_sees_the_oldest_claims_busiest_clients_and_latest_failures(book: EpisodeBook) -> None:
-    registered(book, *"abcdefg")
+    registered(book, *"abcdef")
     for client in ("one", "two", "two", "three", "three", "three"):
         claimed(book, client)
     assert [episode.uuid for episode in book.oldest_claims(2)] == ["a", "b"]
     assert book.busiest_clients(2) == [("three", 3), ("two", 2)]
-    book.abort("a", 1, Failure(kind="aborted"))
-    assert claimed(book, "four").uuid == "a"
-    assert [episode.uuid for episode in book.oldest_claims(9)] == ["b", "c", "d", "e", "f", "a"]
     for uuid in "ca":
         book.cancel(uuid, "not needed")
     assert [episode.uuid for episode in book.latest_failed(9)] == ["a", "c"]
     assert [episode.uuid for episode in book.latest_failed(1)] == ["a"]
-    assert (book.claims_in_all, book.failed_in_all) == (4, 2)
 
 
 @pytest.mark.parametrize("outcome", ["ended", "failed"])

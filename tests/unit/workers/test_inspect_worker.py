@@ -323,28 +323,20 @@ async def test_a_transcript_that_is_refused_changes_nothing(
     assert output.reward == 1.0
 
 
-async def test_solver_and_scorer_reach_a_role_by_its_name(server: Server, spec: str) -> None:
+async def test_solver_and_scorer_reach_the_roles_of_the_claims_run(server: Server, spec: str) -> None:
+    """Where the run has no judge, Inspect's rule holds: its default model, which no scorer may be given."""
     name = f"{spec}@graded"
     async with rollout_of(name) as rollout:
-        episodes = [episode(server, name, n, roles=("critic", "judge")) for n in (1, 2, 3)]
-        outputs = await asyncio.gather(*(rollout(each) for each in episodes))
+        judged = [episode(server, name, n, roles=("critic", "judge")) for n in (1, 2, 3)]
+        alone = episode(server, name, 4, roles=("critic",))
+        found = await asyncio.gather(*map(rollout, (*judged, alone)), return_exceptions=True)
+    assert isinstance(found.pop(), SelfGradingError)
+    outputs = [output for output in found if isinstance(output, WorkflowOutput)]
     assert sorted(output.reward for output in outputs) == [10.0, 20.0, 30.0]
     assert {output.log_metrics["model_calls"] for output in outputs} == {1.0}
     models = [(key[-1], request["model"]) for key, request in zip(server.keys, server.requests, strict=True)]
     for key in "123":
         assert [model for mine, model in models if mine == key] == ["judge", "policy", "judge"]
-
-
-async def test_roles_are_those_of_the_claims_run(server: Server, spec: str) -> None:
-    """Where the run has no judge, Inspect's rule holds: its default model, which no scorer may be given."""
-    name = f"{spec}@graded"
-    async with rollout_of(name) as rollout:
-        without = rollout(episode(server, name, 4, roles=("critic",)))
-        with_judge = rollout(episode(server, name, 5, roles=("judge",)))
-        refused, output = await asyncio.gather(without, with_judge, return_exceptions=True)
-    assert isinstance(refused, SelfGradingError)
-    assert isinstance(output, WorkflowOutput)
-    assert output.reward == 50.0
 
 
 async def test_tool_calls_go_back_as_they_came(server: Server, spec: str) -> None:
