@@ -91,11 +91,11 @@ class Family:
     """The token that the model samples at the end of a reply."""
 
     special: Sequence[str]
-    templates: dict[str, str] = field(default_factory=dict[str, str])
-    """Name -> file; one called `default` if there is only one."""
-
     added: Sequence[str] = ()
     """Tokens that are not special."""
+
+    templates: dict[str, str] = field(default_factory=dict[str, str])
+    """Name -> file; empty if there is only the one that is named after the family."""
 
     bos: str = ""
     eos: str = ""
@@ -143,12 +143,13 @@ class Family:
         eos = {"__type": "AddedToken", "content": self.eos or self.end}
         fast = {"tokenizer_class": "PreTrainedTokenizerFast"}
         tokens = {"bos_token": self.bos or None, "eos_token": eos} | fast
-        if len(self.templates) > 1:
+        if self.templates:
             named = [{"name": n, "template": (TEMPLATES / f).read_text()} for n, f in self.templates.items()]
             write_json(folder / "tokenizer_config.json", tokens | {"chat_template": named})
         else:
             write_json(folder / "tokenizer_config.json", tokens)
-            shutil.copyfile(TEMPLATES / self.templates["default"], folder / "chat_template.jinja")
+            template = TEMPLATES / f"{self.name.replace('.', '_')}.jinja"
+            shutil.copyfile(template, folder / "chat_template.jinja")
         return folder
 
 
@@ -194,12 +195,10 @@ def _sentencepiece() -> Tokenizer:
     return made
 
 
-def _thinking(text: str) -> str:
-    return f"<think>\nhm\n</think>\n\n{text}"
-
-
-_CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_END = "<|endoftext|>"
+_CHATML = (_END, "<|im_start|>", "<|im_end|>")
 _TOOL_TAGS = ("<tool_call>", "</tool_call>")
+_RESPONSE_TAGS = ("<tool_response>", "</tool_response>")
 _THINK_TAGS = ("<think>", "</think>")
 _LLAMA = (
     *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
@@ -209,6 +208,7 @@ _MISTRAL = (
     *("<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
 )
+_TEKKEN = (*_MISTRAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[ARGS]", "[CALL_ID]")
 _DEEPSEEK = (
     *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
@@ -216,162 +216,97 @@ _DEEPSEEK = (
     *("<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
 )
 _HARMONY = (
-    *("<|endoftext|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"),
-    *("<|return|>", "<|call|>"),
+    _END,
+    "<|start|>",
+    "<|end|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|return|>",
+    "<|call|>",
 )
-_GLM = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-_ARG_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_GLM = (_END, "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_GLM_TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", *_RESPONSE_TAGS)
+_PHI = (_END, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+_PHI4 = (*_PHI, "<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>", "<|tool_response|>")
+_GEMMA = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
 
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family(
-            "qwen3",
-            "<|im_end|>",
-            _CHATML,
-            {"default": "qwen3.jinja"},
-            (*_THINK_TAGS, *_TOOL_TAGS, "<tool_response>", "</tool_response>"),
-            stops=["<|endoftext|>"],
-            call=lambda name, arguments: _thinking(json_call(name, arguments)),
-            reply=_thinking,
-            thinks=True,
-        ),
-        Family(
-            "qwen3_thinking",
-            "<|im_end|>",
-            _CHATML,
-            {"default": "qwen3_thinking.jinja"},
-            (*_THINK_TAGS, *_TOOL_TAGS, "<tool_response>", "</tool_response>"),
-            stops=["<|endoftext|>"],
-            call=lambda name, arguments: f"hm\n</think>\n\n{json_call(name, arguments)}",
-            reply=lambda text: f"hm\n</think>\n\n{text}",
-            thinks=True,
-        ),
-        Family(
-            "qwen2.5",
-            "<|im_end|>",
-            _CHATML,
-            {"default": "qwen2_5.jinja"},
-            _TOOL_TAGS,
-            stops=["<|endoftext|>"],
-            call=json_call,
-        ),
-        *(
-            Family(
-                name,
-                "<|eot_id|>",
-                _LLAMA,
-                {"default": file},
-                bos="<|begin_of_text|>",
-                stops=["<|end_of_text|>", "<|eom_id|>"],
-                call=llama_call,
-            )
-            for name, file in (("llama3.1", "llama3_1.jinja"), ("llama3.2", "llama3_2.jinja"))
-        ),
-        Family(
-            "mistral_v3",
-            "</s>",
-            _MISTRAL,
-            {"default": "mistral_v3.jinja"},
-            bos="<s>",
-            sentencepiece=True,
-            call=mistral_call,
-            reply=lambda text: " " + text,
-        ),
-        Family(
-            "mistral_tekken",
-            "</s>",
-            (*_MISTRAL, "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[ARGS]", "[CALL_ID]"),
-            {"default": "mistral_tekken.jinja"},
-            bos="<s>",
-            call=tekken_call,
-        ),
-        Family(
-            "hermes",
-            "<|im_end|>",
-            (*_CHATML, "<|begin_of_text|>"),
-            {"default": "hermes_default.jinja", "tool_use": "hermes_tool_use.jinja"},
-            bos="<|begin_of_text|>",
-            call=json_call,
-        ),
-        Family(
-            "deepseek_v3",
-            "<｜end▁of▁sentence｜>",
-            _DEEPSEEK,
-            {"default": "deepseek_v3.jinja"},
-            bos="<｜begin▁of▁sentence｜>",
-            call=deepseek_call,
-        ),
-        Family(
-            "gpt_oss",
-            "<|return|>",
-            _HARMONY,
-            {"default": "gpt_oss.jinja"},
-            stops=["<|call|>", "<|endoftext|>"],
-            call=lambda name, arguments: (
-                f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{harmony_call(name, arguments)}"
-            ),
-            call_end="<|call|>",
-            reply=lambda text: (
-                f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>{text}"
-            ),
-            thinks=True,
-        ),
-        Family(
-            "glm4.5",
-            "<|user|>",
-            _GLM,
-            {"default": "glm4_5.jinja"},
-            (*_THINK_TAGS, *_TOOL_TAGS, *_ARG_TAGS, "<tool_response>", "</tool_response>"),
-            eos="<|endoftext|>",
-            stops=["<|endoftext|>", "<|observation|>"],
-            call=lambda name, arguments: "\n<think></think>" + glm_call(name, arguments),
-            call_end="<|observation|>",
-            reply=lambda text: f"\n<think></think>\n{text}",
-        ),
-        Family(
-            "smollm3",
-            "<|im_end|>",
-            _CHATML,
-            {"default": "smollm3.jinja"},
-            (*_THINK_TAGS, *_TOOL_TAGS),
-            call=json_call,
-        ),
-        Family(
-            "phi4_mini",
-            "<|end|>",
-            (
-                *("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|tool|>"),
-                *("<|/tool|>", "<|tool_call|>", "<|/tool_call|>", "<|tool_response|>"),
-            ),
-            {"default": "phi4_mini.jinja"},
-            eos="<|endoftext|>",
-            call=phi_call,
-            reads_calls=False,
-        ),
-        Family(
-            "phi3.5",
-            "<|end|>",
-            ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-            {"default": "phi3_5.jinja"},
-            call=json_call,
-            writes_tools=False,
-            eos="<|endoftext|>",
-            rstrip=True,
-            sentencepiece=True,
-        ),
-        Family(
-            "gemma2",
-            "<end_of_turn>",
-            ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"),
-            {"default": "gemma2.jinja"},
-            call=json_call,
-            writes_tools=False,
-            bos="<bos>",
-            eos="<eos>",
-            sentencepiece=True,
-            system=False,
-        ),
+
+def _qwen3(name: str, written: Callable[[str], str]) -> Family:
+    return Family(
+        *(name, "<|im_end|>", _CHATML, (*_THINK_TAGS, *_TOOL_TAGS, *_RESPONSE_TAGS)),
+        stops=[_END],
+        call=lambda name, arguments: written(json_call(name, arguments)),
+        reply=written,
+        thinks=True,
     )
-}
+
+
+def _llama(name: str) -> Family:
+    stops = ["<|end_of_text|>", "<|eom_id|>"]
+    return Family(name, "<|eot_id|>", _LLAMA, bos="<|begin_of_text|>", stops=stops, call=llama_call)
+
+
+def _gpt_oss(written: str) -> str:
+    return f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{written}"
+
+
+_ALL = (
+    _qwen3("qwen3", lambda text: f"<think>\nhm\n</think>\n\n{text}"),
+    _qwen3("qwen3_thinking", lambda text: f"hm\n</think>\n\n{text}"),
+    Family("qwen2.5", "<|im_end|>", _CHATML, _TOOL_TAGS, stops=[_END], call=json_call),
+    _llama("llama3.1"),
+    _llama("llama3.2"),
+    Family(
+        *("mistral_v3", "</s>", _MISTRAL),
+        bos="<s>",
+        sentencepiece=True,
+        call=mistral_call,
+        reply=lambda text: " " + text,
+    ),
+    Family("mistral_tekken", "</s>", _TEKKEN, bos="<s>", call=tekken_call),
+    Family(
+        *("hermes", "<|im_end|>", (*_CHATML, "<|begin_of_text|>")),
+        templates={"default": "hermes_default.jinja", "tool_use": "hermes_tool_use.jinja"},
+        bos="<|begin_of_text|>",
+        call=json_call,
+    ),
+    Family("deepseek_v3", _DEEPSEEK[1], _DEEPSEEK, bos=_DEEPSEEK[0], call=deepseek_call),
+    Family(
+        *("gpt_oss", "<|return|>", _HARMONY),
+        stops=["<|call|>", _END],
+        call=lambda name, arguments: _gpt_oss(harmony_call(name, arguments)),
+        call_end="<|call|>",
+        reply=lambda text: _gpt_oss(f"<|channel|>final<|message|>{text}"),
+        thinks=True,
+    ),
+    Family(
+        *("glm4.5", "<|user|>", _GLM, (*_THINK_TAGS, *_TOOL_TAGS, *_GLM_TAGS)),
+        eos=_END,
+        stops=[_END, "<|observation|>"],
+        call=lambda name, arguments: "\n<think></think>" + glm_call(name, arguments),
+        call_end="<|observation|>",
+        reply=lambda text: f"\n<think></think>\n{text}",
+    ),
+    Family("smollm3", "<|im_end|>", _CHATML, (*_THINK_TAGS, *_TOOL_TAGS), call=json_call),
+    Family("phi4_mini", "<|end|>", _PHI4, eos=_END, call=phi_call, reads_calls=False),
+    Family(
+        *("phi3.5", "<|end|>", _PHI),
+        call=json_call,
+        writes_tools=False,
+        eos=_END,
+        rstrip=True,
+        sentencepiece=True,
+    ),
+    Family(
+        *("gemma2", "<end_of_turn>", _GEMMA),
+        call=json_call,
+        writes_tools=False,
+        bos="<bos>",
+        eos="<eos>",
+        sentencepiece=True,
+        system=False,
+    ),
+)
+FAMILIES = {family.name: family for family in _ALL}
 """By name."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import astuple
 from zstandard import FRAME_HEADER, get_frame_parameters
 
 from interchange_helpers import eventually
@@ -93,9 +94,13 @@ def call(name: str, parent: str | None = None, tokens: int = 1, **values: Any) -
     )
 
 
+OWN = "WHERE name NOT IN ('version', 'inode') "
+"""Facts but the ledger's own."""
+
+
 async def rows_in(ledger: Ledger, kind: type[Row]) -> list[Row]:
     """All but the ledger's own, in the order of their key or of their writing."""
-    rest = "WHERE name NOT IN ('version', 'inode') " if kind is FactRow else ""
+    rest = OWN if kind is FactRow else ""
     return await ledger.rows(kind, f"{rest}ORDER BY {', '.join(kind.KEY) or 'number'}")
 
 
@@ -173,16 +178,19 @@ TWICE: list[tuple[Row, Row]] = [
 class LedgerContract:
     """One test for each promise."""
 
-    @pytest.mark.parametrize("text", TEXTS, ids=ascii)
-    async def test_rows_of_every_kind_survive(self, reopen: Reopen, text: str) -> None:
+    async def test_rows_of_every_kind_survive(self, reopen: Reopen) -> None:
         ledger = await leading(reopen)
-        written = {kind: [made(kind, number, text) for number in (1, 2)] for kind in TABLES}
+        # Each text in a row with nulls, which odd numbers make, and in one without.
+        texts = list(enumerate([*TEXTS, "", *TEXTS], 1))
+        written = {kind: [made(kind, number, text) for number, text in texts] for kind in TABLES}
         await ledger.commit(row for kind in reversed(TABLES) for row in written[kind])
         again = reopen()
-        assert {kind: await rows_in(again, kind) for kind in TABLES} == written
+        for kind in TABLES:
+            found = await again.rows(kind, OWN if kind is FactRow else "")
+            assert {astuple(row) for row in found} == {astuple(row) for row in written[kind]}
         query = "SELECT sequence FROM {s}episodes WHERE uuid = ? AND group_id = ? AND digest = ?"
-        row = written[EpisodeRow][1]
-        assert await again.read(query, (row.uuid, row.group_id, row.digest)) == [(2,)]
+        for row in written[EpisodeRow]:
+            assert await again.read(query, (row.uuid, row.group_id, row.digest)) == [(row.sequence,)]
 
     async def test_the_last_row_with_a_key_replaces_the_others(self, reopen: Reopen) -> None:
         ledger = await leading(reopen)
@@ -193,15 +201,16 @@ class LedgerContract:
         ledger.put(rows[2])
         await ledger.commit([rows[3]])
         assert await rows_in(ledger, EpisodeRow) == [rows[3]]
-
-    async def test_the_first_sample_with_a_digest_stays(self, reopen: Reopen) -> None:
-        ledger, first = await leading(reopen), made(SampleRow, 1)
+        first = made(SampleRow, 1)
         for _ in range(2):
             await ledger.commit([first, made(SampleRow, 1, payload=b"other")])
-            assert await rows_in(ledger, SampleRow) == [first]
+            assert await rows_in(ledger, SampleRow) == [first], "of samples with a digest the first one stays"
 
-    @pytest.mark.parametrize("at_once", [False, True])
-    @pytest.mark.parametrize(("first", "second"), TWICE, ids=lambda row: type(row).__name__)
+    @pytest.mark.parametrize(
+        ("first", "second", "at_once"),
+        [*((*pair, False) for pair in TWICE), (*TWICE[0], True), (*TWICE[-1], True)],
+        ids=lambda value: type(value).__name__ if isinstance(value, Row) else str(value),
+    )
     async def test_what_happens_once_cannot_happen_twice(
         self, reopen: Reopen, first: Row, second: Row, at_once: bool
     ) -> None:
@@ -244,8 +253,7 @@ class LedgerContract:
         ledger = await leading(reopen)
         found = await find_beginning(ledger, [], replay_lag=2)
         assert (found.history, found.used, found.spoiled) == (History(), {}, frozenset())
-        assert (found.history.next_position, found.history.planned_groups) == (0, 0)
-        assert (found.history.step, found.history.resumption, found.history.open_until) == (0, 1, 0)
+        assert (found.history.step, found.history.resumption) == (0, 1)
         assert set(msgspec.structs.asdict(await tally(ledger)).values()) == {0}
 
     async def test_a_resumption_knows_what_was_judged_and_which_evaluations_are_not_over(
@@ -306,16 +314,8 @@ class LedgerContract:
             for number, step, outcome, role in uses
         )
         await ledger.commit([TrainedRow(episode=9, step=1, outcome=Use.STALE, undone=1)])
-        assert await tally(ledger) == Tally(
-            train_accepted=6,
-            planned_accepted=5,
-            eval_accepted=1,
-            failed=1,
-            cancelled=1,
-            retries=3,
-            left_out=3,
-            lost=3,
-        )
+        ended = {"train_accepted": 6, "planned_accepted": 5, "eval_accepted": 1, "failed": 1, "cancelled": 1}
+        assert await tally(ledger) == Tally(**ended, retries=3, left_out=3, lost=3)
 
     async def test_a_group_is_replayed_in_one_order_whatever_step_used_it(self, reopen: Reopen) -> None:
         """A replay buffer knows a group by its episodes in order, and counts in how many steps it trained."""
@@ -399,11 +399,8 @@ class LedgerContract:
         last = stored[5]
         assert (last.prompt_tokens, last.sampled_tokens, last.stop_reason) == (2, 3, "stop")
         assert (last.role, last.created) == ("judge", 7)
-        assert await names_of(again, (2, 1), (1, 1), (1, 3)) == [
-            ["other"],
-            [f"one-{number}" for number in range(4)],
-            [],
-        ]
+        names = await names_of(again, (2, 1), (1, 1), (1, 3))
+        assert names == [["other"], [f"one-{number}" for number in range(4)], []]
 
     async def test_an_image_is_stored_once_and_read_with_its_calls(self, reopen: Reopen) -> None:
         ledger = await leading(reopen)

@@ -350,7 +350,7 @@ def _harm_done(hostile: Sequence[Line]) -> Iterable[str]:
 
 
 def reward_of(nonces: Sequence[str]) -> float:
-    """The number that a worker makes of its nonces."""
+    """The number that a worker makes of its nonces, which tells them from any others."""
     return float(int("".join(nonces), 16) % 1_000_003)
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 import signal
-import socket
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,11 @@ from evidence import (
 from hostile import WAYS, token_variable
 from processes import ChaosError, Victim
 from trainer import GROUP_SIZE
+from worker import CONCURRENCY, TURNS
 
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.files import LEDGER_FILE
+from tinkerscript.processes.launcher import free_port
 
 if TYPE_CHECKING:
     from postgres_server import PostgresServer
@@ -61,11 +63,11 @@ COMMIT_S = 60.0
 
 PROCESSES = (
     ("slow", "silent", "endless"),
-    ("bloater", "breaker"),
     ("liar", "hoarder", "registrar", "smuggler"),
     ("thief", "impostor", "failer", "babbler", "visitor"),
 )
-"""The hostile clients, by the process that they share."""
+CLAIMERS = (("liar", "hoarder", "registrar", "thief", "impostor", "failer"),)
+"""Those after the results of episodes, not after the server's time."""
 
 HOSTILE_LIMITS = {"max_claims": 6}
 
@@ -74,6 +76,19 @@ def hostile_accounts() -> list[dict[str, Any]]:
     """The hostile clients' entries in `interchange_server.clients`; the impostor has the shared token."""
     return [
         {"name": who, "token_env": token_variable(who)} | HOSTILE_LIMITS for who in WAYS if who != "impostor"
+    ]
+
+
+def hostile_clients(run_dir: Path, ways: Sequence[Sequence[str]], **options: Any) -> list[Victim]:
+    """A process for each of `ways`, not started."""
+    given = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    return [
+        processes.script(
+            *("hostile", run_dir, *given, *(word for way in those for word in ("--as", way))),
+            log=f"hostile-{number}",
+            environ=hostile_tokens(),
+        )
+        for number, those in enumerate(ways)
     ]
 
 
@@ -93,14 +108,11 @@ class Plan:
     episodes: int
     workers: int
     kills_of_each_kind: int
-    turns: int = 3
-    concurrency: int = 4
-    sample_delay_s: float = 0.05
+    max_policy_lag: int
     max_claim_s: float = 20.0
-    max_policy_lag: int | None = None
-    """Groups start beside the steps, and weights move in flight; None: neither."""
-
     limit_s: float = 1500.0
+    hostile: Sequence[Sequence[str]] = PROCESSES
+    """The hostile clients, by the process that they share."""
 
     @property
     def groups(self) -> int:
@@ -207,60 +219,51 @@ class Conductor:
                 folder,
                 clients=[*hostile_accounts(), *self._worker_accounts()],
                 max_claim_s=self.plan.max_claim_s,
-                **self._shared_store(),
+                **({} if self.database is None else {"store": f"{self.database.url}?schema={SCHEMA}"}),
             )
         # Not in run_dir: the path of a socket has 107 characters at most.
         with TemporaryDirectory(prefix="chaos-") as sockets, processes.ended_at_last(self._victims):
             self._start(Path(sockets))
             for number, (kind, state) in enumerate(self._schedule()):
-                self._until_received(self._share(number))
+                share = self._share(number)
+                self._until(lambda share=share: len(self._watch.received) >= share, f"{share} outcomes")
                 self._strike(kind, state)
             self._until(lambda: self._watch.is_finished, "the last step")
             self._until(lambda: not unsettled(self._query), "every episode ended, and used or left out")
         self.seconds = time.monotonic() - self._began
         return self.evidence()
 
-    def _shared_store(self) -> dict[str, Any]:
-        """The settings of one of two servers."""
-        return {} if self.database is None else {"store": f"{self.database.url}?schema={SCHEMA}"}
-
     def evidence(self) -> Evidence:
         return Evidence(
             steps=self.plan.steps,
             per_step=self.plan.groups * GROUP_SIZE,
-            turns=self.plan.turns,
+            turns=TURNS,
             max_policy_lag=self.plan.max_policy_lag,
             ledger=read_ledger(self._query),
             trainer=read_lines(self.run_dir / TRAINER),
             oracle=read_lines(self.run_dir / ORACLE),
             confirmed=read_lines(self.run_dir / WORKERS),
-            hostile=[line for line in read_lines(self.run_dir / HOSTILE) if self._counts(line)],
+            hostile=[
+                line
+                for line in read_lines(self.run_dir / HOSTILE)
+                if self.database is None or line["event"] != "unanswered"  # A stopped server answers nobody.
+            ],
         )
 
-    def _counts(self, line: dict[str, Any]) -> bool:
-        """A server that is stopped answers nobody."""
-        return self.database is None or line["event"] != "unanswered"
-
     def _start(self, sockets: Path) -> None:
-        port, link = _free_port(), f"ipc://{sockets}/link.ipc"
+        port, link = free_port(), f"ipc://{sockets}/link.ipc"
         self.servers = [self._add(processes.server(folder, self._tokens())) for folder in self.folders]
         processes.until(lambda: processes.serving_info(self.run_dir) is not None, "a server's start")
         proxy_options = ("--http-port", port, "--link", link, "--seed", self.plan.seed)
         self._proxy = self._add(processes.script("proxy", self.run_dir, *proxy_options))
         trainer_options = ("--link", link, "--steps", self.plan.steps, "--groups", self.plan.groups)
-        delay = ("--delay-s", self.plan.sample_delay_s)
-        lag = self.plan.max_policy_lag
-        streams = () if lag is None else ("--max-policy-lag", lag)
-        self.trainer = self._add(
-            processes.script("trainer", self.run_dir, *trainer_options, *delay, *streams)
-        )
+        lag = ("--max-policy-lag", self.plan.max_policy_lag)
+        self.trainer = self._add(processes.script("trainer", self.run_dir, *trainer_options, *lag))
         # Hostile clients register names that the trainer must have by then.
         processes.until(lambda: self._has_registered, "the trainer's first episodes")
         self.workers = [self._add(self._worker(number, port)) for number in range(self.plan.workers)]
-        for number, ways in enumerate(PROCESSES):
-            options = ("--seed", self.plan.seed, *(word for way in ways for word in ("--as", way)))
-            name = f"hostile-{number}"
-            self._add(processes.script("hostile", self.run_dir, *options, log=name, environ=hostile_tokens()))
+        for victim in hostile_clients(self.run_dir, self.plan.hostile, seed=self.plan.seed):
+            self._add(victim)
 
     @property
     def _has_registered(self) -> bool:
@@ -268,17 +271,12 @@ class Conductor:
 
     def _worker(self, number: int, port: int) -> Victim:
         name = f"worker-{number}"
-        url = f"http://127.0.0.1:{port}"
-        options = ("--server", url, "--name", name, "--turns", self.plan.turns)
-        face = ["--runner"] if number % 4 >= 2 else []
-        concurrency = ("--concurrency", self.plan.concurrency)
-        owner = ("--owner", f"{name}/{name}") if self._has_account(number) else ()
-        token = self._tokens()[_worker_token(number) if owner else CLIENT_TOKEN]
-        return processes.script(
-            *("worker", self.run_dir, *options, *concurrency, *face, *owner),
-            log=name,
-            environ={CLIENT_TOKEN: token},
-        )
+        options = ["--server", f"http://127.0.0.1:{port}", "--name", name]
+        options += ["--runner"] if number % 4 >= 2 else []
+        options += ["--owner", f"{name}/{name}"] if self._has_account(number) else []
+        token = self._tokens()[_worker_token(number) if self._has_account(number) else CLIENT_TOKEN]
+        environ = {CLIENT_TOKEN: token}
+        return processes.script("worker", self.run_dir, *options, log=name, environ=environ)
 
     def _has_account(self, number: int) -> bool:
         """Whether a worker has a token of its own."""
@@ -287,11 +285,7 @@ class Conductor:
     def _worker_accounts(self) -> list[dict[str, Any]]:
         """Those of honest workers: each may hold just what it works on."""
         return [
-            {
-                "name": f"worker-{number}",
-                "token_env": _worker_token(number),
-                "max_claims": self.plan.concurrency,
-            }
+            {"name": f"worker-{number}", "token_env": _worker_token(number), "max_claims": CONCURRENCY}
             for number in range(self.plan.workers)
             if self._has_account(number)
         ]
@@ -354,30 +348,18 @@ class Conductor:
         return (serving or self.servers)[0]
 
     def _harm(self, kind: str, victim: Victim) -> None:
-        if kind == "database":
-            assert self.database is not None
-            self.database.kill()
-        elif kind == "stopped server":
-            assert victim.process is not None
-            victim.process.send_signal(signal.SIGSTOP)
+        if kind == "stopped server":
+            victim.send(signal.SIGSTOP)
         else:
-            victim.kill()
+            (self.database if kind == "database" and self.database else victim).kill()
 
     def _heal(self, kind: str, victim: Victim) -> None:
-        if kind == "database":
-            assert self.database is not None
-            self.database.start()
-        elif kind == "stopped server":
-            assert victim.process is not None
-            victim.process.send_signal(signal.SIGCONT)
+        if kind == "stopped server":
+            victim.send(signal.SIGCONT)
         else:
-            victim.start()
+            (self.database if kind == "database" and self.database else victim).start()
 
-    def _until_received(self, episodes: int) -> None:
-        self._until(lambda: len(self._watch.received) >= episodes, f"{episodes} outcomes")
-
-    def _until(self, condition: object, what: str) -> None:
-        assert callable(condition)
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
         while True:
             self._watch.update()
             if condition():
@@ -385,18 +367,14 @@ class Conductor:
             for victim in self._victims:
                 victim.check()
             if time.monotonic() - self._began > self.plan.limit_s:
-                raise ChaosError(self._diagnosis(what))
+                raise ChaosError(
+                    f"waited for: {what}; not within {self.plan.limit_s:g} s. "
+                    f"In states: {dict(self._watch.states())}; "
+                    f"open episodes: {unsettled(self._query)[:5]}; logs in {self.run_dir}"
+                )
             time.sleep(0.01)
 
-    def _diagnosis(self, what: str) -> str:
-        return (
-            f"waited for: {what}; not within {self.plan.limit_s:g} s. "
-            f"In states: {dict(self._watch.states())}; "
-            f"open episodes: {unsettled(self._query)[:5]}; logs in {self.run_dir}"
-        )
-
-    def report(self) -> str:
-        """The kills' table."""
+    def table_of_kills(self) -> str:
         width = max(map(len, STATES))
         head = f"{'killed in the state':{width}} " + "".join(f"{kind:>15}" for kind in self.kinds)
         rows = [
@@ -405,6 +383,17 @@ class Conductor:
         ]
         total = f"{'kills in all':{width}} " + "".join(f"{self.kills[kind]:>15}" for kind in self.kinds)
         return "\n".join([head, *rows, total])
+
+    def print_report(self, evidence: Evidence, faults: Sequence[str]) -> None:
+        plan = self.plan
+        print(f"\nseed {plan.seed}: {plan.episodes} episodes, {plan.workers} workers, {self.seconds:.0f} s")
+        print(self.table_of_kills())
+        print(hostilities(self.run_dir))
+        claims = sum(line["attempt"] for line in evidence.ended)
+        calls = sum(len(line["calls"]) for line in evidence.ended)
+        samples = sum(line["event"] == "begin" for line in evidence.oracle)
+        print(f"claims {claims}, calls that count {calls}, of several versions {evidence.moved}")
+        print(f"samples begun {samples}, faults {len(faults)}")
 
     def never_hit(self) -> list[str]:
         """Cells of the table that are empty."""
@@ -431,9 +420,3 @@ def _is(owner: str, worker: str) -> bool:
 def _worker_token(number: int) -> str:
     """The environment variable of a worker's own token."""
     return f"TOKEN_OF_WORKER_{number}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -116,9 +116,8 @@ class Hostile:
         if reply is not None and reply.status_code != 503:  # The server is stopping.
             accepted = reply.status_code < 400 and not refused(reply)
             reason = reason_of(reply)
-            self.note(
-                "attack", what=what, path=path, status=reply.status_code, accepted=accepted, reason=reason
-            )
+            about = {"what": what, "path": path, "status": reply.status_code}
+            self.note("attack", **about, accepted=accepted, reason=reason)
 
     async def knock(self) -> None:
         """What anybody else gets meanwhile: whether the server lets in who comes now, and after how long.
@@ -182,14 +181,14 @@ class Hostile:
     async def use_what_is_over(self, claim: Claim) -> None:
         """Every use of the key of a claim that is over."""
         key, result = claim["openai_api_key"], {"workflow_output": {"reward": 0.5}}
-        await self.attack("end a claim that is over", "/end_episode", result, key=key)
-        other = {"failure": {"kind": "other", "message": "again"}}
-        await self.attack("abort a claim that is over", "/abort_episode", other, key=key)
-        await self.attack(
-            "call for a claim that is over", "/v1/chat/completions", self.prompt(claim), key=key
-        )
-        for path in ("/heartbeat_episode", "/can_continue_episode"):
-            await self.attack("renew a claim that is over", path, {}, key=key)
+        for path, body in (
+            ("/end_episode", result),
+            ("/abort_episode", {"failure": {"kind": "other", "message": "again"}}),
+            ("/v1/chat/completions", self.prompt(claim)),
+            ("/heartbeat_episode", {}),
+            ("/can_continue_episode", {}),
+        ):
+            await self.attack("a claim that is over", path, body, key=key)
 
 
 def _named(claim: Claim) -> dict[str, Any]:
@@ -300,9 +299,8 @@ async def impostor(me: Hostile) -> None:
     body = {"client_uuid": "thief/thief", "sends_key": True}
     await me.attack("claim in another's name", "/claim_episode", body)
     for claim in await me.claim(lease_s=5.0):
-        await me.attack(
-            "own key, no episode", "/end_episode", {"episode_uuid": "e"}, key=claim["openai_api_key"]
-        )
+        key = claim["openai_api_key"]
+        await me.attack("own key, no episode", "/end_episode", {"episode_uuid": "e"}, key=key)
         if me.lies < MAX_LIES // 4:
             me.lies += 1
             await me.hand_in(claim, -me.max_reward)
@@ -337,46 +335,6 @@ async def hoarder(me: Hostile) -> None:
     await me.pause(1.0)
 
 
-# What a claim's key can make others hold
-
-
-async def bloater(me: Hostile) -> None:
-    """Ids and names of megabytes, which cost no context, for many choices; and a hundred thousand tools."""
-    for claim in await me.claim(lease_s=20.0):
-        key, whole = claim["openai_api_key"], me.prompt(claim)
-        id_ = "i" * 3 * 2**20
-        call = {"id": id_, "type": "function", "function": {"name": "t", "arguments": "{}"}}
-        said = [
-            *whole["messages"],
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "2", "tool_call_id": id_},
-        ]
-        tools = [{"type": "function", "function": {"name": f"t{number}"}} for number in range(125_000)]
-        for what, more in (
-            ("an id of 3 MiB", {"messages": said, "n": 64, "max_tokens": 1}),
-            ("125,000 tools", {"tools": tools}),
-            ("a name of 3 MiB", {"model": id_}),
-            ("a stop string of 3 MiB", {"stop": [id_]}),
-            ("129 choices", {"n": 129}),
-        ):
-            await me.attack(what, "/v1/chat/completions", whole | more, key=key)
-        await me.fail(claim)
-    await me.pause(2.0)
-
-
-async def breaker(me: Hostile) -> None:
-    """Calls that fail, as fast as they are refused, and a reply format that no engine can sample."""
-    for claim in await me.claim(lease_s=20.0):
-        key, whole = claim["openai_api_key"], me.prompt(claim)
-        for _ in range(100):
-            await me.attack("a call that fails", "/v1/chat/completions", whole | {"n": 0}, key=key)
-        schema = {"name": "r", "schema": {"const": "<|im_end|>"}}
-        asked = whole | {"response_format": {"type": "json_schema", "json_schema": schema}}
-        await me.ask("/v1/chat/completions", asked, key=key)
-        await me.fail(claim)
-    await me.pause(1.0)
-
-
 # Registrations
 
 
@@ -385,26 +343,14 @@ def wrong_registrations(me: Hostile) -> Iterator[tuple[str, bytes]]:
     fresh = f"{me.who}-{me.rng.randbytes(4).hex()}"
     good = {"episode_uuid": fresh, "client_uuid": me.who, "task_id": "t", "payload": {"a": 1}}
     for wrong in (
-        {"client_uuid": ""},
-        {"client_uuid": "worker-0"},
-        {"client_uuid": "a/b"},
-        {"group_id": "g0"},
-        {"group_id": "worker-0/t"},
-        {"payload": [1]},
-        {"copies": 5000},
-        {"group_size": -1},
-        {"episode_uuid": ""},
-        {"episode_uuid": "x" * 300},
-        {"episode_type": "both"},
-        {"episode_uuid": me.rng.choice(me.seen)},
+        *({"client_uuid": name} for name in ("", "worker-0", "a/b")),
+        *({"group_id": name} for name in ("g0", "worker-0/t")),
+        *({"episode_uuid": name} for name in ("", "x" * 300, me.rng.choice(me.seen))),
+        *({"payload": [1]}, {"copies": 5000}, {"group_size": -1}, {"episode_type": "both"}),
     ):
         yield "/register_episode", json.dumps(good | wrong).encode()
-    whole = json.dumps(good)
-    yield "/register_episode", whole.replace('{"a": 1}', DEEP).encode()
-    yield (
-        "/register_episode",
-        whole.replace('{"a": 1}', '{"a": ' + "[" * 50_000 + "]" * 50_000 + "}").encode(),
-    )
+    for payload in (DEEP, '{"a": ' + "[" * 50_000 + "]" * 50_000 + "}"):
+        yield "/register_episode", json.dumps(good).replace('{"a": 1}', payload).encode()
     yield "/register_episodes", json.dumps({"episodes": [good] * 1001}).encode()
     yield "/register_episodes", json.dumps({"episodes": [good | {"client_uuid": "worker-0"}]}).encode()
 
@@ -485,68 +431,46 @@ async def visitor(me: Hostile) -> None:
 
 # Bodies
 
+VALUES = (
+    *("null", "[]", "{}", "-1", "1.5", "1e400", "NaN", "-Infinity", "true", '""', '"\\ud800"', "9" * 400),
+    *('"' + "x" * 10_000 + '"', "[" * 500 + "]" * 500, '{"a":' * 200 + "1" + "}" * 200, '"ENGINE.ROLLING"'),
+)
+FIELDS = (
+    *("client_uuid", "episode_uuid", "attempt", "workflow_output", "episode_type", "wait_s", "max_episodes"),
+    *("allow_discard_timeout", "failure", "payload", "messages", "model", "n", "max_tokens", "temperature"),
+    *("tools", "stop", "yaml_as_string", "episode_uuids", "limit", "after", "claim_request_id", "pool"),
+)
+
 
 def malformed_bodies(rng: random.Random, count: int) -> Iterator[bytes]:
     """Bodies that no careful client would send."""
-    good = json.dumps(
-        {
-            "client_uuid": "c",
-            "episode_uuid": "e",
-            "attempt": 1,
-            "workflow_output": {"reward": 1.0, "metadata": {"a": [1, {"b": None}]}},
-            "messages": [{"role": "user", "content": "x"}],
-            "model": "policy",
-        }
-    ).encode()
-    values = [
-        *("null", "[]", "{}", "-1", "1e400", "NaN", "-Infinity", "true", '""', '"\\ud800"', "9" * 400),
-        *(
-            '"' + "x" * 10_000 + '"',
-            "[" * 500 + "]" * 500,
-            '{"a":' * 200 + "1" + "}" * 200,
-            "1.5",
-            '"ENGINE.ROLLING"',
-        ),
-    ]
-    fields = [
-        *(
-            "client_uuid",
-            "episode_uuid",
-            "attempt",
-            "workflow_output",
-            "episode_type",
-            "wait_s",
-            "max_episodes",
-        ),
-        *(
-            "allow_discard_timeout",
-            "failure",
-            "payload",
-            "messages",
-            "model",
-            "n",
-            "max_tokens",
-            "temperature",
-        ),
-        *("tools", "stop", "yaml_as_string", "episode_uuids", "limit", "after", "claim_request_id", "pool"),
-    ]
+    known = {
+        **{"client_uuid": '"c"', "episode_uuid": '"e"', "attempt": "1", "model": '"policy"'},
+        "workflow_output": '{"reward": 1.0, "metadata": {"a": [1, {"b": null}]}}',
+        "messages": '[{"role": "user", "content": "x"}]',
+    }
+    good = _json(known)
     for _ in range(count):
-        kind = rng.randrange(6)
-        if kind == 0:
-            yield rng.randbytes(rng.randrange(300))
-        elif kind == 1:
-            yield good[: rng.randrange(len(good))]
-        elif kind == 2:
-            at = rng.randrange(len(good))
-            yield good[:at] + rng.randbytes(2) + good[at + 1 :]
-        elif kind == 3:
-            yield rng.choice(values).encode()
-        else:
-            data = {name: rng.choice(values) for name in rng.sample(fields, rng.randrange(1, 6))}
-            whole = [f'"{name}": {value}' for name, value in data.items()]
-            known = [f'"{name}": {json.dumps(value)}' for name, value in json.loads(good).items()]
-            kept = [item for item in known if item.split('"')[1] not in data]
-            yield ("{" + ", ".join(whole + (kept if kind == 5 else [])) + "}").encode()
+        kind, at = rng.randrange(6), rng.randrange(len(good))
+        data = {name: rng.choice(VALUES) for name in rng.sample(FIELDS, rng.randrange(1, 6))}
+        match kind:
+            case 0:
+                yield rng.randbytes(rng.randrange(300))
+            case 1:
+                yield good[:at]
+            case 2:
+                yield good[:at] + rng.randbytes(2) + good[at + 1 :]
+            case 3:
+                yield rng.choice(VALUES).encode()
+            case 4:
+                yield _json(data)
+            case _:
+                yield _json(known | data)
+
+
+def _json(values: dict[str, str]) -> bytes:
+    """An object of values that are JSON, or hardly so."""
+    return ("{" + ", ".join(f'"{name}": {value}' for name, value in values.items()) + "}").encode()
 
 
 PATHS = (
@@ -581,15 +505,8 @@ async def slow(me: Hostile) -> None:
 
 
 async def _socket(me: Hostile) -> None:
-    sent = me.rng.choice(
-        [
-            b"",
-            HEAD[:20],
-            HEAD,
-            HEAD + b"Content-Length: 1000\r\n\r\n{",
-            HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{",
-        ]
-    )
+    bodies = b"Content-Length: 1000\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"
+    sent = me.rng.choice([b"", HEAD[:20], HEAD, *(HEAD + body for body in bodies)])
     trickles = me.rng.random() < 0.5
     while True:
         async with _connected(me) as connection:
@@ -687,7 +604,7 @@ WAYS: dict[str, Callable[[Hostile], Awaitable[None]]] = {
     way.__name__: way
     for way in (
         *(liar, thief, impostor, failer, hoarder, registrar, smuggler, visitor, babbler),
-        *(bloater, breaker, slow, silent, endless),
+        *(slow, silent, endless),
     )
 }
 """Name -> what such a client does again and again. Another one is a function here, and its name in one of the

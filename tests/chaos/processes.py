@@ -49,10 +49,14 @@ class Victim:
                 env=os.environ | {"PYTHONFAULTHANDLER": "1"} | self.environ,
             )
 
+    def send(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone."""
+        self.send(signal.SIGKILL)
         assert self.process is not None
-        self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def check(self) -> None:
@@ -62,8 +66,8 @@ class Victim:
 
     def where(self) -> str:
         """What each of its threads is doing. It does not survive the question."""
+        self.send(signal.SIGABRT)
         assert self.process is not None
-        self.process.send_signal(signal.SIGABRT)
         self.process.wait()
         return self._tail()
 

@@ -1,6 +1,8 @@
-"""Forged keys, malformed bodies and frames, whatever the OpenAPI schema allows: refused, and nothing breaks.
+"""Forged keys, malformed bodies and frames, all bounds at once, whatever the OpenAPI schema allows: refused,
+and nothing breaks.
 
-CHAOS_KEYS, CHAOS_BODIES, CHAOS_FRAMES and CHAOS_EXAMPLES change the numbers; the defaults are `make chaos`.
+CHAOS_KEYS, CHAOS_BODIES, CHAOS_FRAMES, CHAOS_EXAMPLES and BOUND_COMBINATIONS change the numbers; the defaults
+are `make chaos`.
 """
 
 from __future__ import annotations
@@ -10,9 +12,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,18 @@ import zmq
 import zmq.asyncio
 from hostile import malformed_bodies
 
-from interchange_helpers import FAST, collect, eventually, new_episode, run_config, trainer
+from bound_drivers import SETTINGS, SUMS, TOKENS, Combination, Holder, combinations, drive_sum
+from interchange_helpers import collect, eventually, new_episode
+from interchange_setup import OUTPUT, Setup, serving
+from run_ledger import used
 from tinkerscript.access_tokens import claim_key
+from tinkerscript.addresses import read_server_info
 from tinkerscript.ledger.rows import TrainedRow, Use
-from tinkerscript.server.process import running_server
+from tinkerscript.protocol import ClaimEpisodeResponse
+from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import frames
 from tinkerscript.trainer_link.messages import Cancel, Commit, Outcome, Register, ReleaseClient
-from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 ENGINE = ("/stop_engine", "/start_engine")
@@ -41,79 +45,32 @@ def amount(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
-def used(sequence: int) -> TrainedRow:
-    return TrainedRow(episode=sequence, step=0, outcome=Use.EVALUATED)
+async def claimed(server: Setup, name: str, client: str = "c", **more: Any) -> ClaimEpisodeResponse:
+    """The claim of a new episode. Others may have registered episodes too, and they are claimed before it."""
+    await server.link.register([new_episode(name)])
+    while (reply := await server.claim(client, max_episodes=256, **more)).success:
+        for claim in (reply, *reply.more):
+            if claim.episode_uuid == name:
+                return claim
+        client += "'"  # More than one client may hold.
+    raise AssertionError(f"{name} cannot be claimed: {reply}")
 
 
-@dataclass
-class Target:
-    """A live server with a trainer."""
-
-    http: httpx.AsyncClient
-    link: TrainerLink
-    url: str
-    link_address: str
-    run_dir: Path
-
-    async def claim(self, name: str, **more: Any) -> dict[str, Any]:
-        await self.link.register([new_episode(name)])
-        body = {"client_uuid": "c", "sends_key": True, "max_episodes": 256} | more
-        while (reply := (await self.http.post("/claim_episode", json=body)).json())["success"]:
-            for claim in [reply, *reply["more"]]:  # Others may have registered episodes too.
-                if claim["episode_uuid"] == name:
-                    return claim
-            body["client_uuid"] += "'"  # More than one client may hold.
-        raise AssertionError(f"{name} cannot be claimed: {reply}")
-
-    async def end(self, claim: dict[str, Any]) -> None:
-        reply = await self.post("/end_episode", claim, workflow_output={"reward": 1})
-        assert reply.json()["success"], reply.text
-
-    async def post(self, path: str, claim: dict[str, Any], **body: Any) -> httpx.Response:
-        """A request of a claim, under its key."""
-        headers = {"Authorization": f"Bearer {claim['openai_api_key']}"}
-        return await self.http.post(path, json=body, headers=headers)
-
-    async def models(self, key: str) -> int:
-        headers = [(b"Authorization", b"Bearer " + key.encode("utf-8"))]
-        return (await self.http.get("/v1/models", headers=headers)).status_code
-
-    async def still_works(self, name: str) -> None:
-        """A whole episode, from its registration to the commit that uses it."""
-        claim = await self.claim(name, client_uuid=f"client of {name}")
-        reply = await self.http.post(
-            "/v1/chat/completions",
-            json={"model": "policy", "messages": [{"role": "user", "content": "1+1"}]},
-            headers={"Authorization": f"Bearer {claim['openai_api_key']}"},
-        )
-        assert reply.status_code == 200, reply.text
-        await self.end(claim)
-        found = dict[str, Outcome]()
-        while name not in found:
-            found |= await collect(self.link, 1)
-        await self.link.commit([used(each.sequence) for each in found.values()])
-
-    async def drops(self) -> float:
-        """Frames and messages of the link that the server dropped, by its own count."""
-        lines = (await self.http.get("/metrics")).text.splitlines()
-        counts = (
-            line.rpartition(" ")[2] for line in lines if line.startswith("tinkerscript_link_drops_total")
-        )
-        return sum(map(float, counts))
+async def status_of(server: Setup, key: str) -> int:
+    headers = [(b"Authorization", b"Bearer " + key.encode("utf-8"))]
+    return (await server.http.get("/v1/models", headers=headers)).status_code
 
 
-@asynccontextmanager
-async def target(tmp_path: Path, model: Path) -> AsyncGenerator[Target]:
-    sampler = ScriptedSampler(lambda prompt: [72, 105])
-    config = run_config(model)
-    async with (
-        running_server(config, tmp_path, environ={}, times=FAST) as (info, task),
-        trainer(info.link_address, sampler.sample) as link,
-        httpx.AsyncClient(base_url=info.url, timeout=60) as http,
-    ):
-        await link.resume([])
-        yield Target(http, link, info.url, info.link_address, tmp_path)
-        assert not task.done()
+async def still_works(server: Setup) -> None:
+    """A whole episode, from its registration to the commit that uses it."""
+    claim = await claimed(server, "afterwards", "client of afterwards")
+    reply = await server.call(claim.openai_api_key)
+    assert reply.status_code == 200, reply.text
+    await server.end(claim)
+    found = dict[str, Outcome]()
+    while claim.episode_uuid not in found:
+        found |= await collect(server.link, 1)
+    await server.link.commit(used(found.values()))
 
 
 # Keys
@@ -146,50 +103,49 @@ def forged_keys(rng: random.Random, good: str, count: int) -> Iterator[str]:
 @pytest.mark.timeout(300)
 async def test_no_forged_expired_or_foreign_key_is_let_in(tmp_path: Path, byte_model: Path) -> None:
     rng = random.Random(SEED)
-    async with target(tmp_path, byte_model) as server:
-        victim = await server.claim("victim")
-        good = victim["openai_api_key"]
-        assert await server.models(good) == 200
+    async with serving(tmp_path, byte_model) as server:
+        good = (await claimed(server, "victim")).openai_api_key
+        assert await status_of(server, good) == 200
         expired = [await _lost_key(server, number) for number in range(20)]
         keys = [*forged_keys(rng, good, amount("CHAOS_KEYS", 10_000)), *expired]
         for start in range(0, len(keys), 50):
-            statuses = await asyncio.gather(*(server.models(key) for key in keys[start : start + 50]))
-            assert set(statuses) <= {401, 409}, dict(zip(keys[start:], statuses, strict=False))
+            some = keys[start : start + 50]
+            statuses = await asyncio.gather(*(status_of(server, key) for key in some))
+            assert set(statuses) <= {401, 409}, dict(zip(some, statuses, strict=True))
         for key in expired:
-            assert await server.models(key) == 409
-        assert await _foreign_uses(server, victim) == {401, 409}
-        assert await server.models(good) == 200
+            assert await status_of(server, key) == 409
+        assert await _foreign_uses(server, good) == {401, 409}
+        assert await status_of(server, good) == 200
 
 
-async def _lost_key(server: Target, number: int) -> str:
+async def _lost_key(server: Setup, number: int) -> str:
     """The key of a claim that is over: ended, or aborted."""
-    claim = await server.claim(f"over-{number}")
+    claim = await claimed(server, f"over-{number}")
     if number % 2:
         await server.end(claim)
     else:
-        reply = await server.post("/abort_episode", claim, failure={"kind": "aborted"})
-        assert reply.json()["success"]
-        await server.link.register([new_episode(f"after-{number}")])
-        server.link.cancel([f"over-{number}", f"after-{number}"], "not needed")
+        names = {"episode_uuid": claim.episode_uuid, "attempt": claim.attempt}
+        assert (await server.post("/abort_episode", **names, failure={"kind": "aborted"}))["success"]
+        server.link.cancel([claim.episode_uuid], "not needed")
         await server.link.flush()
-    return claim["openai_api_key"]
+    return claim.openai_api_key
 
 
-async def _foreign_uses(server: Target, victim: dict[str, Any]) -> set[int]:
+async def _foreign_uses(server: Setup, good: str) -> set[int]:
     """Statuses for others who would end, abort or use the victim's claim."""
-    own = await server.claim("of another", client_uuid="other")
+    own = (await claimed(server, "of another", "other")).openai_api_key
     body = {"workflow_output": {"reward": 9}, "failure": {"kind": "x"}}
     named = [
         {"client_uuid": "c", "episode_uuid": "victim"},
         {"client_uuid": "c", "episode_uuid": "victim~1~AAAAAAAAAAAAAAAAAAAAAA"},
         {"client_uuid": "other", "episode_uuid": "nobody's"},
     ]
-    statuses = {await server.models(victim["openai_api_key"] + "x")}
+    statuses = {await status_of(server, good + "x")}
     for path in ("/end_episode", "/abort_episode"):
         for names in named:
-            without = await server.http.post(path, json=body | names)
-            foreign = await server.post(path, own, **body, **names)
-            statuses |= {without.status_code, foreign.status_code}
+            for headers in ({}, {"Authorization": f"Bearer {own}"}):
+                reply = await server.http.post(path, json=body | names, headers=headers)
+                statuses.add(reply.status_code)
     return statuses
 
 
@@ -200,8 +156,8 @@ async def _foreign_uses(server: Target, victim: dict[str, Any]) -> set[int]:
 async def test_no_malformed_body_breaks_the_server(tmp_path: Path, byte_model: Path) -> None:
     rng = random.Random(SEED)
     count = amount("CHAOS_BODIES", 400)
-    async with target(tmp_path, byte_model) as server:
-        key = (await server.claim("held", allow_discard_timeout=600))["openai_api_key"]
+    async with serving(tmp_path, byte_model) as server:
+        key = (await claimed(server, "held", allow_discard_timeout=600)).openai_api_key
         paths = (await server.http.get("/openapi.json")).json()["paths"]
         posts = [path for path, methods in paths.items() if "post" in methods and path not in ENGINE]
         assert {"/claim_episode", "/end_episode", "/v1/chat/completions"} <= set(posts)
@@ -211,7 +167,7 @@ async def test_no_malformed_body_breaks_the_server(tmp_path: Path, byte_model: P
                 reply = await server.http.post(path, content=body, headers=headers)
                 assert reply.status_code < 500, f"{path} {body[:300]!r}: {reply.status_code} {reply.text}"
                 assert reply.status_code == 200 or _says_why(reply), f"{path} {body[:300]!r}: {reply.text}"
-        await server.still_works("afterwards")
+        await still_works(server)
 
 
 def _says_why(reply: httpx.Response) -> bool:
@@ -224,12 +180,16 @@ def _says_why(reply: httpx.Response) -> bool:
 # Frames
 
 
+def trained(sequence: int) -> TrainedRow:
+    return TrainedRow(episode=sequence, step=0, outcome=Use.EVALUATED)
+
+
 def malformed_frames(rng: random.Random, count: int) -> Iterator[list[bytes]]:
     """Multipart messages that no trainer would send; none of them is a Hello."""
     (good,) = frames(
         [
             Register(episodes=[new_episode(f"never-{number}") for number in range(3)]),
-            Commit(number=1, rows=[used(1), used(10**6)]),
+            Commit(number=1, rows=[trained(1), trained(10**6)]),
             Cancel(episode_uuids=["held"], reason="?"),
             ReleaseClient(client_uuid="c", reason="?"),
         ]
@@ -254,24 +214,31 @@ def malformed_frames(rng: random.Random, count: int) -> Iterator[list[bytes]]:
 async def test_no_strange_frame_breaks_the_link(tmp_path: Path, byte_model: Path) -> None:
     rng = random.Random(SEED)
     count = amount("CHAOS_FRAMES", 5000)
-    async with target(tmp_path, byte_model) as server:
-        held = await server.claim("held", allow_discard_timeout=600)
-        before = await server.drops()
+    async with serving(tmp_path, byte_model) as server:
+        held = await claimed(server, "held", allow_discard_timeout=600)
+        before, info = await drops(server), read_server_info(tmp_path)
+        assert info is not None
         context = zmq.asyncio.Context()
         stranger: zmq.asyncio.Socket = context.socket(zmq.DEALER)
-        stranger.connect(server.link_address)
+        stranger.connect(info.link_address)
         for parts in malformed_frames(rng, count):
             await stranger.send_multipart(parts)
         # Well-formed frames hold several messages, so that the drops are at least as many as the frames.
         await eventually(lambda: _dropped(server, before + count), "every frame counted")
         stranger.close(linger=0)
         context.term()
-        await server.still_works("afterwards")
+        await still_works(server)
         await server.end(held)
 
 
-async def _dropped(server: Target, number: float) -> bool:
-    return await server.drops() >= number
+async def _dropped(server: Setup, number: float) -> bool:
+    return await drops(server) >= number
+
+
+async def drops(server: Setup) -> float:
+    """Frames and messages of the link that the server dropped, by its own count."""
+    lines = (await server.http.get("/metrics")).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("tinkerscript_link_drops_total"))
 
 
 # The schema
@@ -290,22 +257,14 @@ def map_body(context, body):
 
 @pytest.mark.timeout(590)
 async def test_schemathesis_finds_no_server_error(tmp_path: Path, byte_model: Path) -> None:
-    async with target(tmp_path, byte_model) as server:
-        key = (await server.claim("held", allow_discard_timeout=3600))["openai_api_key"]
+    async with serving(tmp_path, byte_model) as server:
+        key = (await claimed(server, "held", allow_discard_timeout=3600)).openai_api_key
         command = [
             *(str(Path(sys.executable).parent / "schemathesis"), "run", f"{server.url}/openapi.json"),
             *("--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing"),
             *("--max-examples", str(amount("CHAOS_EXAMPLES", 30)), "--seed", str(SEED), "--no-color"),
-            *(
-                "--header",
-                f"Authorization: Bearer {key}",
-                "--exclude-path",
-                ENGINE[0],
-                "--exclude-path",
-                ENGINE[1],
-                "--request-timeout",
-                "70",
-            ),
+            *("--header", f"Authorization: Bearer {key}", "--request-timeout", "70"),
+            *("--exclude-path", ENGINE[0], "--exclude-path", ENGINE[1]),
             # One thread: Python 3.11 may raise a SystemError when two threads compile source at once.
             *("--suppress-health-check", "all", "--workers", "1"),
         ]
@@ -316,4 +275,52 @@ async def test_schemathesis_finds_no_server_error(tmp_path: Path, byte_model: Pa
         )
         output, _ = await process.communicate()
         assert process.returncode == 0, output.decode()[-20000:]
-        await server.still_works("afterwards")
+        await still_works(server)
+
+
+# Bounds
+
+
+class SlowSampler(ScriptedSampler):
+    """Takes so long that many calls are open at once."""
+
+    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
+        await asyncio.sleep(0.1)
+        return await super().sample(request, progress)
+
+
+@pytest.mark.timeout(1800)
+async def test_no_combination_of_bounds_fails_a_neighbor(tmp_path: Path, byte_model: Path) -> None:
+    """Four holders of tokens drive all bounds to their limits and beyond."""
+    waiting = combinations(random.Random(SEED), amount("BOUND_COMBINATIONS", 2000))
+    sampler, limits = SlowSampler(lambda prompt: [72, 105]), httpx.Limits(max_connections=None)
+    async with (
+        serving(tmp_path, byte_model, environ=TOKENS, sampler=sampler, **SETTINGS) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http,
+    ):
+        neighbor = asyncio.create_task(_work(Holder(http, random.Random(SEED), "neighbor")))
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(4):
+                holder = Holder(http, random.Random(number), f"holder-{number}")
+                tasks.create_task(_drive(holder, waiting))
+        for name in SUMS:
+            await drive_sum(Holder(http, random.Random(name), "holder"), name)
+        assert not neighbor.done(), neighbor.exception()
+        neighbor.cancel()
+
+
+async def _drive(holder: Holder, waiting: Iterator[Combination]) -> None:
+    for combination in waiting:
+        await holder.drive(combination)
+
+
+async def _work(neighbor: Holder) -> None:
+    """An honest client, which finishes one episode after the other."""
+    while True:
+        (claim,) = await neighbor.claims(client="neighbor")
+        key = claim["openai_api_key"]
+        body = {"model": "policy", "messages": [{"role": "user", "content": "12+34"}], "max_tokens": 8}
+        said = await neighbor.post("/v1/chat/completions", body, key=key)
+        assert said.status_code == 200, said.text
+        ended = await neighbor.post("/end_episode", {"workflow_output": OUTPUT}, key=key)
+        assert ended.json()["success"], ended.text

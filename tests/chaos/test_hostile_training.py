@@ -11,7 +11,7 @@ import processes
 import pytest
 import yaml
 from checker import claims_of, find_hostile_faults
-from conductor import PROCESSES, hostile_accounts, hostile_tokens, hostilities
+from conductor import PROCESSES, hostile_accounts, hostile_clients, hostile_tokens, hostilities
 from evidence import HOSTILE, query_file, read_ledger, read_lines
 from hostile import WAYS
 from processes import Victim
@@ -54,12 +54,8 @@ def test_the_demo_learns_among_hostile_clients(tmp_path: Path, capfd: pytest.Cap
     with processes.ended_at_last(victims):
         trainer.start()
         processes.until(lambda: _serves(run_dir, trainer), "the server's start", seconds=START_S)
-        for number, ways in enumerate(PROCESSES):
-            chosen = [word for way in ways for word in ("--as", way)]
-            options = ("--seed", 1, "--max-reward", MAX_REWARD, *chosen)
-            name = f"hostile-{number}"
-            hostile = processes.script("hostile", run_dir, *options, log=name, environ=hostile_tokens())
-            victims.append(hostile)
+        victims += hostile_clients(run_dir, PROCESSES, seed=1, max_reward=MAX_REWARD)
+        for hostile in victims[1:]:
             hostile.start()
         assert trainer.process is not None
         code = trainer.process.wait()

@@ -8,51 +8,53 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from checker import find_faults
-from conductor import Conductor, Plan, hostilities
+from checker import Evidence, find_faults
+from conductor import Conductor, Plan
 from evidence import read_lines
 from hostile import WAYS
 
 
 def number(name: str, default: int) -> int:
-    return int(os.environ.get(name, default))
+    return int(os.environ.get(f"CHAOS_{name}", default))
+
+
+def plan_of(*, workers: int, kills: int, **more: Any) -> Plan:
+    """A plan whose size is in the environment, or by default the given one."""
+    return Plan(
+        seed=number("SEED", 1),
+        episodes=number("EPISODES", 2000),
+        workers=number("WORKERS", workers),
+        kills_of_each_kind=number("KILLS", kills),
+        max_policy_lag=number("LAG", 4),
+        **more,
+    )
+
+
+def faultless(conductor: Conductor, capfd: pytest.CaptureFixture[str]) -> Evidence:
+    """Run it; fails if something was lost, doubled or mixed up."""
+    evidence = conductor.run()
+    faults = find_faults(evidence)
+    with capfd.disabled():
+        conductor.print_report(evidence, faults)
+    assert not faults, "\n".join(faults[:20])
+    assert evidence.moved
+    return evidence
 
 
 @pytest.mark.timeout(1700)
 def test_nothing_is_lost_whatever_is_killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    plan = Plan(
-        seed=number("CHAOS_SEED", 1),
-        episodes=number("CHAOS_EPISODES", 2000),
-        workers=number("CHAOS_WORKERS", 20),
-        kills_of_each_kind=number("CHAOS_KILLS", 24),
-        max_policy_lag=number("CHAOS_LAG", 4),
-    )
-    conductor = Conductor(plan, tmp_path)
-    evidence = conductor.run()
-    faults = find_faults(evidence)
+    conductor = Conductor(plan_of(workers=20, kills=24), tmp_path)
+    evidence = faultless(conductor, capfd)
     network = read_lines(tmp_path / "proxy.jsonl")[-1]
     with capfd.disabled():
-        print(
-            f"\nseed {plan.seed}: {plan.episodes} episodes, {plan.workers} workers, {conductor.seconds:.0f} s"
-        )
-        print(conductor.report())
         print("the network: " + ", ".join(f"{what} {times}" for what, times in sorted(network.items())))
-        claims = sum(line["attempt"] for line in evidence.ended)
-        calls = sum(len(line["calls"]) for line in evidence.ended)
-        samples = sum(line["event"] == "begin" for line in evidence.oracle)
-        print(hostilities(tmp_path))
-        print(f"calls of several versions {evidence.moved}")
-        print(f"claims {claims}, calls that count {calls}, samples begun {samples}, faults {len(faults)}")
-    assert not faults, "\n".join(faults[:20])
-    attacks = {
-        line["who"] for line in evidence.hostile if line["event"] in ("attack", "claimed", "socket", "head")
-    }
-    assert attacks == set(WAYS)
+    harmful = ("attack", "claimed", "socket", "head")
+    assert {line["who"] for line in evidence.hostile if line["event"] in harmful} == set(WAYS)
     assert "knock" in {line["event"] for line in evidence.hostile}
     codes = {line["code"] for line in evidence.hostile if line["event"] == "worker"}
     assert codes == {2}, "a worker refuses the samples, and says so by its exit code"
-    assert evidence.moved
     if os.environ.get("CHAOS_ALL_STATES") != "no":  # A short run may miss one.
         assert not conductor.never_hit()

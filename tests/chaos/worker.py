@@ -1,6 +1,6 @@
 """A rollout machine: claims episodes with the product's client, holds three turns each, hands in the nonces.
 
-    python tests/chaos/worker.py --run-dir DIR --server URL --name W --concurrency N --turns N
+    python tests/chaos/worker.py --run-dir DIR --server URL --name W
 
 A model call is repeated as any careful agent repeats it: on connection errors, time-outs and 5xx. A 409 is
 the end of the claim. Errors of the product's client end the process, and fail the run.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from checker import reward_of
 from evidence import WORKERS, Lines
 
 from tinkerscript.client import AsyncTinkerScriptClient, Episode, Runner
@@ -26,12 +27,16 @@ from tinkerscript.protocol import WorkflowOutput
 
 NONCE = re.compile(r"[0-9a-f]{12}")
 RETRY_S = 0.1
+TURNS = 3
+"""Of each episode."""
+
+CONCURRENCY = 4
+LEASE_S = 6.0
 
 
 class Worker:
     def __init__(self, options: argparse.Namespace, model: httpx.AsyncClient) -> None:
         self._name: str = options.owner or options.name
-        self._turns: int = options.turns
         self._log = Lines(options.run_dir / WORKERS)
         self._model = model
 
@@ -39,7 +44,7 @@ class Worker:
         """The nonces of all turns in their order, and a reward that is made of them."""
         nonces: list[str] = []
         messages: list[dict[str, Any]] = []
-        for turn in range(self._turns):
+        for turn in range(TURNS):
             text = f"[{self._name} {episode.episode_uuid} turn {turn}]"
             messages.append({"role": "user", "content": text})
             reply = await self._call(episode, messages)
@@ -61,11 +66,9 @@ class Worker:
                 continue
             if reply.status_code == 409:
                 raise ClaimLostError(reply.text)
-            if reply.status_code >= 500:
-                await asyncio.sleep(RETRY_S)
-                continue
-            reply.raise_for_status()
-            return reply.json()["choices"][0]["message"]
+            if reply.status_code < 500:
+                return reply.raise_for_status().json()["choices"][0]["message"]
+            await asyncio.sleep(RETRY_S)
 
     async def loop(self, client: AsyncTinkerScriptClient) -> None:
         """Begin, run, end, one after the other, and write down each result that is confirmed."""
@@ -85,11 +88,6 @@ class Worker:
             )
 
 
-def reward_of(nonces: list[str]) -> float:
-    """A number that tells these nonces from any others."""
-    return float(int("".join(nonces), 16) % 1_000_003)
-
-
 async def work(options: argparse.Namespace) -> None:
     async with (
         AsyncTinkerScriptClient(
@@ -97,18 +95,16 @@ async def work(options: argparse.Namespace) -> None:
             client_uuid=options.name,
             token=client_token(),
             timeout_s=None,
-            allow_discard_timeout=options.lease_s,
+            allow_discard_timeout=LEASE_S,
         ) as client,
         httpx.AsyncClient(timeout=60) as model,
     ):
         worker = Worker(options, model)
         if options.runner:
-            runner = Runner(
-                worker.rollout, client=client, concurrency=options.concurrency, give_up_after_s=None
-            )
+            runner = Runner(worker.rollout, client=client, concurrency=CONCURRENCY, give_up_after_s=None)
             await stopped_by_signals(runner)
         else:
-            await asyncio.gather(*(worker.loop(client) for _ in range(options.concurrency)))
+            await asyncio.gather(*(worker.loop(client) for _ in range(CONCURRENCY)))
 
 
 def main() -> None:
@@ -117,9 +113,6 @@ def main() -> None:
     parser.add_argument("--server", required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--owner", default="", help="who owns its claims, if that is not its name")
-    parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--lease-s", type=float, default=6.0)
     parser.add_argument("--runner", action="store_true", help="use the client's Runner")
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     asyncio.run(work(parser.parse_args()))

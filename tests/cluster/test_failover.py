@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,13 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from interchange_helpers import FAST, collect, eventually, new_episodes, run_config, until
+from interchange_helpers import FAST, collect, eventually, new_episodes, run_config
 from postgres_server import PostgresServer, running_postgres
 from run_ledger import used
 from stable_address import StableAddress, stable_address
-from tinkerscript.addresses import listen
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.config import dump_config
+from tinkerscript.processes.launcher import free_port
 from tinkerscript.server.process import running_server
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.keys import KEYS_DIR, load_trainer_keys, make_link_keys
@@ -65,10 +64,10 @@ class ServerProcess:
         assert self.process is not None
         self.process.send_signal(number)
 
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
+    async def ended(self) -> int:
+        """Its exit code, once it has ended."""
         assert self.process is not None
-        self.process.wait()
+        return await asyncio.to_thread(self.process.wait, 60)
 
     async def answers(self, status: int) -> bool:
         """Whether `/ready` answers so."""
@@ -106,7 +105,7 @@ class Pair:
 
 @asynccontextmanager
 async def pair_of_servers(tmp_path: Path, model: Path, url: str, **more: Any) -> AsyncIterator[Pair]:
-    ports = [(_free_port(), _free_port()) for _ in range(2)]
+    ports = [(free_port(), free_port()) for _ in range(2)]
     async with stable_address(*ports) as address:
         servers = list[ServerProcess]()
         for name, (http_port, link_port) in zip(("one", "two"), ports, strict=True):
@@ -130,13 +129,9 @@ async def pair_of_servers(tmp_path: Path, model: Path, url: str, **more: Any) ->
             yield Pair(servers, address)
         finally:
             for server in servers:
-                if server.process is not None and server.process.poll() is None:
-                    server.kill()
-
-
-def _free_port() -> int:
-    with listen("127.0.0.1", 0) as probe:
-        return int(probe.getsockname()[1])
+                if server.process is not None:
+                    server.process.kill()
+                    await server.ended()
 
 
 def trainer_of(pair: Pair) -> TrainerLink:
@@ -181,45 +176,64 @@ async def accepted(link: TrainerLink, number: int) -> dict[str, Any]:
     return outcomes
 
 
-@pytest.mark.parametrize("way", ["killed", "ended", "stopped"])
 async def test_another_server_takes_over(
-    way: str, url: str, database: PostgresServer, tmp_path: Path, byte_model: Path
+    url: str, database: PostgresServer, tmp_path: Path, byte_model: Path
 ) -> None:
     """The claim of before goes on: its key opens it at the other server, and its calls are there."""
     async with pair_of_servers(tmp_path, byte_model, url) as pair:
         leader = await pair.leader()
-        assert await pair.other(leader).answers(503)
+        await refuses_what_comes_to_it(pair.other(leader))
         async with (
             trainer_of(pair) as link,
             AsyncTinkerScriptClient(pair.address.url, client_uuid="c", timeout_s=60) as client,
         ):
             await link.resume([])
-            await link.register(new_episodes("a", "b", "c"))
-            assert await played(client) == "a"
-            assert set(await accepted(link, 1)) == {"a"}
-            episode = await client.begin_episode(wait_s=20)
-            await called(episode)
-            leader.signal({"killed": signal.SIGKILL, "ended": signal.SIGTERM, "stopped": signal.SIGSTOP}[way])
-            await eventually(lambda: pair.other(leader).answers(200), "the other server's term")
-            await called(episode)
-            await client.end_episode(episode, 1.0)
-            assert await played(client) == "c"
-            outcomes = await accepted(link, 2)
-            assert set(outcomes) == {"b", "c"}
-            assert [len(outcomes[name].calls) for name in "bc"] == [2, 1]
-            if way == "stopped":
-                leader.signal(signal.SIGCONT)
-                await eventually(lambda: leader.answers(503), "the former leader's retreat")
-                assert await pair.other(leader).answers(200)
-                assert "server.stepped_down" in leader.log()
-        states = database.query("SELECT uuid, state, consumed FROM tried.episodes ORDER BY uuid")
-        assert states == [(name, "ended", 1) for name in "abc"]
+            names = [f"{number}" for number in range(6)]
+            await link.register(new_episodes(*names))
+            for way in (signal.SIGSTOP, signal.SIGKILL, signal.SIGTERM):
+                episode = await client.begin_episode(wait_s=20)
+                await called(episode)
+                leader.signal(way)
+                other = pair.other(leader)
+                await eventually(lambda other=other: other.answers(200), "the other server's term")
+                await called(episode)
+                await client.end_episode(episode, 1.0)
+                following = await played(client)
+                outcomes = await accepted(link, 2)
+                assert set(outcomes) == {episode.episode_uuid, following}
+                assert [len(outcomes[name].calls) for name in (episode.episode_uuid, following)] == [2, 1]
+                if way == signal.SIGTERM:
+                    assert await leader.ended() == 0
+                    break
+                if way == signal.SIGSTOP:
+                    leader.signal(signal.SIGCONT)
+                else:
+                    await leader.ended()
+                    leader.start()
+                await eventually(lambda former=leader: former.answers(503), "the former leader waits")
+                assert await other.answers(200)
+                leader = other
+        assert any("server.stepped_down" in server.log() for server in pair.servers)
+    states = database.query("SELECT uuid, state, consumed FROM tried.episodes ORDER BY uuid")
+    assert states == [(name, "ended", 1) for name in names]
 
 
-async def test_a_server_that_goes_on_after_15_s_harms_nothing(
+async def refuses_what_comes_to_it(waiting: ServerProcess) -> None:
+    """The server that waits for its turn says that it is healthy, and sends clients to the other one."""
+    await eventually(lambda: waiting.answers(503), "the other waits")
+    async with httpx.AsyncClient(timeout=5) as http:
+        assert (await http.get(f"{waiting.url}/health")).json()["status"] == "ok"
+        reply = await http.post(f"{waiting.url}/v1/chat/completions", json={})
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert reply.headers["connection"] == "close", "the next request finds the one that serves"
+    assert "another server" in reply.json()["error"]["message"]
+
+
+async def test_no_split_brain_and_no_lost_database_harms_anything(
     url: str, database: PostgresServer, tmp_path: Path, byte_model: Path
 ) -> None:
-    """A split brain: requests that it had not answered yet, and the trainer's messages, change nothing."""
+    """Neither a server that goes on after the other's term has begun, with requests that it had not answered
+    yet, nor a database that is away for a while."""
     async with pair_of_servers(tmp_path, byte_model, url) as pair:
         leader = await pair.leader()
         names = [f"e{number}" for number in range(12)]
@@ -227,19 +241,18 @@ async def test_a_server_that_goes_on_after_15_s_harms_nothing(
             trainer_of(pair) as link,
             AsyncTinkerScriptClient(pair.address.url, client_uuid="c", timeout_s=90) as client,
             AsyncTinkerScriptClient(leader.url, client_uuid="stubborn", timeout_s=90) as stubborn,
+            AsyncTinkerScriptClient(pair.address.url, client_uuid="stubborn", timeout_s=60) as again,
         ):
             await link.resume([])
             await link.register(new_episodes(*names))
             held = await stubborn.begin_episode(wait_s=20)
             leader.signal(signal.SIGSTOP)
-            stopped = time.monotonic()
             # They wait in its socket until it goes on.
             late = asyncio.create_task(stubborn.end_episode(held, 7.0))
             more = [asyncio.create_task(_ask(leader, "/claim_episode", client_uuid="late")) for _ in range(5)]
             await eventually(lambda: pair.other(leader).answers(200), "the other server's term")
-            for _ in range(len(names) - 2):
+            for _ in range(len(names) - 3):
                 await played(client)
-            await asyncio.sleep(max(0.0, stopped + 15 - time.monotonic()))
             leader.signal(signal.SIGCONT)
             replies = await asyncio.gather(*more)
             assert {status for status, _ in replies} <= {503, 200}
@@ -247,18 +260,28 @@ async def test_a_server_that_goes_on_after_15_s_harms_nothing(
             await eventually(lambda: leader.answers(503), "the former leader's retreat")
             late.cancel()
             await asyncio.gather(late, return_exceptions=True)
-            async with AsyncTinkerScriptClient(
-                pair.address.url, client_uuid="stubborn", timeout_s=60
-            ) as again:
-                await again.end_episode(held, 7.0)
+            await again.end_episode(held, 7.0)
+
+            episode = await client.begin_episode(wait_s=20)
+            await called(episode)
+            await asyncio.to_thread(database.kill)
+            for server in pair.servers:
+                await eventually(lambda server=server: server.answers(503), "both refuse")
+            assert (await _ask(leader, "/claim_episode", client_uuid="x"))[0] == 503
+            await asyncio.to_thread(database.start)
+            await pair.leader()
+            await client.end_episode(episode, 1.0)
             await played(client)
             outcomes = await accepted(link, len(names))
             assert set(outcomes) == set(names)
             assert outcomes[held.episode_uuid].reward == 7.0
-        counts = database.query("SELECT state, consumed, count(*) FROM tried.episodes GROUP BY 1, 2")
-        assert counts == [("ended", 1, len(names))]
-        assert database.query("SELECT count(*) FROM tried.attempts") == [(len(names),)]
-        assert database.query("SELECT epoch FROM tried.lease")[0][0] >= 2
+        waiting = pair.other(await pair.leader())
+        waiting.signal(signal.SIGTERM)
+        assert await waiting.ended() == 0, "one that waits for its turn ends when it is told, too"
+    counts = database.query("SELECT state, consumed, count(*) FROM tried.episodes GROUP BY 1, 2")
+    assert counts == [("ended", 1, len(names))]
+    assert database.query("SELECT count(*) FROM tried.attempts") == [(len(names),)]
+    assert database.query("SELECT epoch FROM tried.lease")[0][0] >= 3
 
 
 async def _ask(server: ServerProcess, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
@@ -266,51 +289,6 @@ async def _ask(server: ServerProcess, path: str, **body: Any) -> tuple[int, dict
     async with httpx.AsyncClient(timeout=60) as http:
         reply = await http.post(f"{server.url}{path}", json=body)
     return reply.status_code, reply.json()
-
-
-async def test_a_lost_database_is_waited_for(url: str, tmp_path: Path, byte_model: Path) -> None:
-    """Requests are refused meanwhile, so that clients try again; nothing that was confirmed is lost."""
-    with running_postgres() as own:
-        store = f"{own.url}?schema=tried"
-        async with pair_of_servers(tmp_path, byte_model, store) as pair:
-            await pair.leader()
-            async with (
-                trainer_of(pair) as link,
-                AsyncTinkerScriptClient(pair.address.url, client_uuid="c", timeout_s=90) as client,
-            ):
-                await link.resume([])
-                await link.register(new_episodes("a", "b"))
-                episode = await client.begin_episode(wait_s=20)
-                await called(episode)
-                await asyncio.to_thread(own.kill)
-                for server in pair.servers:
-                    await eventually(lambda s=server: s.answers(503), "both refuse")
-                reply = await _ask(pair.servers[0], "/claim_episode", client_uuid="x")
-                assert reply[0] == 503
-                await asyncio.to_thread(own.start)
-                await pair.leader()
-                await client.end_episode(episode, 1.0)
-                assert await played(client) == "b"
-                assert set(await accepted(link, 2)) == {"a", "b"}
-
-
-async def test_a_server_waits_with_its_database_and_ends_when_told(
-    url: str, tmp_path: Path, byte_model: Path
-) -> None:
-    """SIGTERM ends one that has never served too."""
-    async with pair_of_servers(tmp_path, byte_model, url) as pair:
-        waiting = pair.other(await pair.leader())
-        await eventually(lambda: waiting.answers(503), "the other waits")
-        async with httpx.AsyncClient(timeout=5) as http:
-            assert (await http.get(f"{waiting.url}/health")).json()["status"] == "ok"
-            reply = await http.post(f"{waiting.url}/v1/chat/completions", json={})
-            assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
-            assert reply.headers["connection"] == "close", "the next request finds the one that serves"
-            assert "another server" in reply.json()["error"]["message"]
-        waiting.signal(signal.SIGTERM)
-        assert waiting.process is not None
-        await until(lambda: waiting.process is not None and waiting.process.poll() is not None, "its end")
-        assert waiting.process.returncode == 0
 
 
 async def test_servers_share_the_keys_of_the_link(url: str, tmp_path: Path, byte_model: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,14 @@ from ledger_contract import LedgerContract, Reopen, episode, made, rows_in
 from postgres_server import PostgresServer, running_pooler, running_postgres
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.ledger import open_ledger, postgres
-from tinkerscript.ledger.compression import unpacked
 from tinkerscript.ledger.database_lease import DATABASE_LEASE_S
 from tinkerscript.ledger.postgres import PostgresLedger
 from tinkerscript.ledger.rows import (
     LEDGER_VERSION,
     AttemptRow,
-    CheckpointRow,
     EpisodeRow,
     ResultRow,
-    TrainedRow,
-    TranscriptRow,
 )
-from tinkerscript.ledger.storage import StorageLimit
 
 
 @pytest.fixture(scope="module")
@@ -52,18 +47,24 @@ def schema(database: PostgresServer) -> Iterator[str]:
 Open = Callable[[], PostgresLedger]
 
 
-@pytest.fixture
-async def opened(database: PostgresServer, schema: str) -> AsyncIterator[Open]:
+@asynccontextmanager
+async def ledgers_at(url: str) -> AsyncIterator[Open]:
     """Opens a ledger of the same run each time."""
     ledgers: list[PostgresLedger] = []
 
     def open_one() -> PostgresLedger:
-        ledgers.append(PostgresLedger(f"{database.url}?schema={schema}", Path("run")))
+        ledgers.append(PostgresLedger(url, Path("run")))
         return ledgers[-1]
 
     yield open_one
     for ledger in ledgers:
         await ledger.close()
+
+
+@pytest.fixture
+async def opened(database: PostgresServer, schema: str) -> AsyncIterator[Open]:
+    async with ledgers_at(f"{database.url}?schema={schema}") as open_one:
+        yield open_one
 
 
 @pytest.fixture(params=["direct", "pooler"])
@@ -71,15 +72,8 @@ async def reopen(
     request: pytest.FixtureRequest, database: PostgresServer, pooler: str, schema: str
 ) -> AsyncIterator[Reopen]:
     url = pooler if request.param == "pooler" else database.url
-    ledgers: list[PostgresLedger] = []
-
-    def open_one() -> PostgresLedger:
-        ledgers.append(PostgresLedger(f"{url}?schema={schema}", Path("run")))
-        return ledgers[-1]
-
-    yield open_one
-    for ledger in ledgers:
-        await ledger.close()
+    async with ledgers_at(f"{url}?schema={schema}") as open_one:
+        yield open_one
 
 
 class TestContract(LedgerContract):
@@ -114,21 +108,6 @@ async def test_episodes_are_read_with_sql(opened: Open, database: PostgresServer
     assert database.query(episodes) == [("e", "ended", 0.5, "c2")]
     results = "SELECT convert_from(result, 'UTF8')::json #>> '{metadata,k}' FROM tried.results"
     assert database.query(results) == [("1",)]
-
-
-async def test_over_the_limit_the_oldest_episodes_lose_what_is_large(opened: Open) -> None:
-    ledger = opened()
-    await ledger.lead()
-    for number, step in ((1, 1), (2, 9)):  # The second one's step may be undone.
-        trained = made(TrainedRow, number, step=step, undone=0)
-        left = TranscriptRow(episode=number, attempt=1, transcript=random.Random(number).randbytes(600_000))
-        saved = made(CheckpointRow, number, step=step - 1, undone=0)
-        await ledger.commit([episode(number, end_number=number, consumed=1, emptied=0), trained, left, saved])
-    await ledger.commit([made(CheckpointRow, 3, step=9, undone=0)])
-    await StorageLimit(ledger, 1).keep()
-    assert [row.emptied for row in await ledger.rows(EpisodeRow, "ORDER BY sequence")] == [1, 0]
-    left = await ledger.rows(TranscriptRow, "ORDER BY episode")
-    assert [len(unpacked(row.transcript)) for row in left] == [0, 600_000]
 
 
 async def test_the_next_leader_waits_until_the_lease_runs_out(opened: Open, database: PostgresServer) -> None:
@@ -233,21 +212,18 @@ async def test_a_database_that_does_not_answer_is_given_up(opened: Open, databas
         database.go_on()
 
 
-async def test_a_database_that_is_killed_is_lost_at_once(schema: str) -> None:
-    with running_postgres() as database:
-        ledger = PostgresLedger(f"{database.url}?schema={schema}", Path("run"))
-        await ledger.lead()
-        await ledger.commit([episode()])
-        await asyncio.to_thread(database.kill)
-        async with asyncio.timeout(DATABASE_LEASE_S):
-            with pytest.raises(StoreError, match="the lease cannot be renewed"):
-                await ledger.failed()
-        await ledger.close()
-        await asyncio.to_thread(database.start)
-        again = PostgresLedger(f"{database.url}?schema={schema}", Path("run"))
-        assert await again.lead() == 2
-        assert await rows_in(again, EpisodeRow) == [episode()]
-        await again.close()
+async def test_a_database_that_is_killed_is_lost_at_once(opened: Open, database: PostgresServer) -> None:
+    ledger = opened()
+    await ledger.lead()
+    await ledger.commit([episode()])
+    await asyncio.to_thread(database.kill)
+    async with asyncio.timeout(DATABASE_LEASE_S):
+        with pytest.raises(StoreError, match="the lease cannot be renewed"):
+            await ledger.failed()
+    await asyncio.to_thread(database.start)
+    again = opened()
+    assert await again.lead() == 2
+    assert await rows_in(again, EpisodeRow) == [episode()]
 
 
 async def test_servers_agree_on_the_first_value(opened: Open) -> None:

@@ -13,17 +13,17 @@ import httpx
 import pytest
 from pydantic_core import to_json
 
+from made_run import MadeRun
 from postgres_server import PostgresServer, running_postgres
-from run_ledger import ask, rows
-from short_runs import Cut, CutError, short_run
+from run_ledger import LedgerWriter, ask, rows
+from short_runs import short_run
 from tinkerscript.config import load_config
 from tinkerscript.errors import ConfigError, NotRecordedError
 from tinkerscript.files import LEDGER_FILE
-from tinkerscript.ledger import open_ledger
 from tinkerscript.ledger.health import best_score, health_rows
 from tinkerscript.ledger.postgres import PostgresLedger
 from tinkerscript.ledger.reader import STORE_VARIABLE, LedgerReader
-from tinkerscript.ledger.rows import TABLES, FindingRow
+from tinkerscript.ledger.rows import TABLES, UNDONE, FindingRow, ResumptionRow
 from tinkerscript.page import lines
 from tinkerscript.page.curves import alignment_view, curves, found_in, metrics
 from tinkerscript.page.episode_view import episode_view, find_episode
@@ -36,33 +36,10 @@ from tinkerscript.page.transcript_view import transcript_view
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 
-TASK = """
-from inspect_ai import Task, task
-from inspect_ai.dataset import Sample
-from inspect_ai.scorer import CORRECT, INCORRECT, Score, accuracy, scorer
-from inspect_ai.solver import generate
-
-SAMPLES = [Sample(id=f"s{i}", input=f"What is {i}+1? \\x00\\x01", target=str(i + 1)) for i in range(6)]
-
-
-@scorer(metrics=[accuracy()])
-def even():
-    async def score(state, target):
-        if state.sample_id == "s3":
-            raise RuntimeError("this sample cannot be scored: \\x00")
-        is_even = state.output.completion[-1:] in set("02468")
-        return Score(value=CORRECT if is_even else INCORRECT, explanation="\\x01")
-    return score
-
-
-@task
-def evens():
-    return Task(dataset=SAMPLES, solver=[generate()], scorer=even())
-"""
-
 SEARCHES = (
-    *("what 1", "is unscored", '"this sample"', "reward>0.5", "step=2", "step>=1 what", "status:failed"),
-    *("score/even=0 calls=1", "undone=2", "label:after", "queued_s>=0", "type!=train", "nothing-such"),
+    *("pens 1", "is unscored", '"the shop\'s sandbox"', "reward>0.5", "step=2", "step>=1 pens"),
+    *("score/solved=0 calls=2", "undone=1", "label:after", "queued_s>=0", "type!=train", "nothing-such"),
+    "status:failed",
 )
 
 
@@ -72,25 +49,18 @@ def database() -> Iterator[PostgresServer]:
         yield server
 
 
-async def made_run(folder: Path) -> Path:
-    """A run of a few steps that was cut and resumed, with failures, evaluations and transcripts."""
-    (folder / "task.py").write_text(TASK)
-    config = short_run(
-        folder / "run",
-        task={"name": f"{folder / 'task.py'}@evens"},
-        sampling={"max_tokens": 8},
-        training={"steps": 4, "groups_per_step": 6, "group_size": 4, "checkpoint_every": 2, "replay_uses": 2},
-        evaluation={"episodes": 6, "every_steps": 2},
-    )
-    with pytest.raises(CutError):
-        await run_training(config, Cut(6 + 3 * 24 + 6 + 10))
-    run = (await run_training(config, QuietReporter(), path=folder / "run")).path
-    ((uuid,),) = ask(run, "SELECT uuid FROM episodes WHERE end_number = 90")
-    ledger = open_ledger("sqlite", run)
-    for name in ("second", "first"):
-        await ledger.commit([FindingRow(step=2, kind="error", name=name, episode=uuid)])
-    await ledger.commit([FindingRow(step=3, kind="finding", name="ratio", detail="too far")])
-    await ledger.close()
+def resumed_run(folder: Path) -> Path:
+    """A run of a few steps whose last one is undone, with failures, evaluations, findings and transcripts."""
+    small = {"steps": 5, "groups": 4, "group_size": 4, "evaluation_every": 2, "evaluation_samples": 6}
+    run = MadeRun(folder / "run", texts=["What is \0\x01?", "12"], **small).write()
+    ((uuid,),) = ask(run, "SELECT uuid FROM episodes WHERE end_number = 50")
+    findings = [FindingRow(step=2, kind="error", name=name, episode=uuid) for name in ("second", "first")]
+    with LedgerWriter(run) as writer:
+        writer.put(*findings, FindingRow(step=3, kind="finding", name="ratio", detail="too far"))
+        writer.put(ResumptionRow(resumption=1, time=1.0, step=4))
+        writer.status(step=4)
+        for kind in UNDONE:
+            writer.execute(f"UPDATE {kind.TABLE} SET undone = 1 WHERE step > 4")
     return run
 
 
@@ -116,7 +86,7 @@ class Answers:
     def __init__(self, run: Path, ledger: LedgerReader) -> None:
         """`run`: with the ledger in SQLite, for the names of what is there."""
         self._ledger = ledger
-        self._episodes = [uuid for (uuid,) in ask(run, "SELECT uuid FROM episodes ORDER BY sequence")][::3]
+        self._episodes = [uuid for (uuid,) in ask(run, "SELECT uuid FROM episodes ORDER BY sequence")]
         self._samples = [digest.hex() for (digest,) in ask(run, "SELECT digest FROM samples ORDER BY 1")]
 
     def all(self) -> dict[str, Any]:
@@ -176,7 +146,7 @@ async def test_the_page_says_the_same_of_a_run_in_either_database(
     monkeypatch.chdir(tmp_path)
     # A search that runs out of time says where to go on, and that is elsewhere in each database.
     monkeypatch.setattr(lines, "SCAN_S", 600.0)
-    run, url = await made_run(tmp_path), f"{database.url}?schema=read_{uuid4().hex[:8]}"
+    run, url = resumed_run(tmp_path), f"{database.url}?schema=read_{uuid4().hex[:8]}"
     there = await copied(run, tmp_path / "there", url)
     with pytest.raises(ConfigError, match=f"if it is yours, set {STORE_VARIABLE} to the run's"):
         LedgerReader(there)
@@ -186,9 +156,8 @@ async def test_the_page_says_the_same_of_a_run_in_either_database(
     view = in_file["overview"]
     assert (view["step"], len(view["evaluations"])) == (4, 3)
     assert view["health"]["failures"]
-    assert in_file["search undone=2"][0]["episodes"]
-    assert in_file["search what 1"][0]["episodes"]
-    assert len(in_file["alignment"][1]) == 3
+    assert all(in_file[f"search {text}"][0]["episodes"] for text in SEARCHES if text != "nothing-such")
+    assert len(in_file["alignment"][1]) == 4
     assert in_database.keys() == in_file.keys()
     for name, answer in in_file.items():
         assert in_database[name] == answer, name

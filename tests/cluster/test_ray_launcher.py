@@ -104,6 +104,7 @@ async def test_a_run_for_which_there_is_no_room_says_what_it_needs(tmp_path: Pat
     with pytest.raises(ConfigError, match=message):
         async with opened(tmp_path, config_of(""), [], room_s=3):
             raise AssertionError("there is room")
+    assert not left_of(tmp_path, "", within_s=60), "the run's own Ray ends with it"
 
 
 async def test_a_cluster_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

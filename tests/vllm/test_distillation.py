@@ -1,4 +1,4 @@
-"""A teacher at a vLLM server: what it scores, what a run learns from it, and what happens when it dies."""
+"""A teacher at a vLLM server: what a run learns from it, and what happens when it dies."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ import pytest
 from vllm_server import RunningVllm, running_vllm
 
 from taught_model import taught_sums
-from tinkerscript.config import RoleConfig, RunConfig
-from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.config import RunConfig
 from tinkerscript.errors import EngineError
-from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
-from tinkerscript.sampler import SampleRequest
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train import token_advantages
-from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.run import run_training
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 ARITHMETIC = Path(__file__).parents[2] / "examples" / "arithmetic.py"
 STEPS = 6
@@ -75,27 +70,6 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-async def test_it_scores_what_the_engine_scores(server: RunningVllm, taught: Path, tmp_path: Path) -> None:
-    random = np.random.default_rng(1)
-    with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path) as engine:
-        backend = EmbeddedBackend(engine)
-        beside = await backend.open_frozen(str(taught))
-        sequences = [random.integers(0, engine.vocabulary, n).astype(np.int32) for n in (1, 2, 30, 200)]
-        role = RoleConfig(kind="frozen", base_url=server.url)
-        async with open_frozen_role(
-            "t", role, backend, folder=TINY_MODEL, note=print, timeout_s=60
-        ) as served:
-            pairs = zip(await served.logprobs(sequences), await beside.logprobs(sequences), strict=True)
-            for one, other in pairs:
-                np.testing.assert_allclose(one, other, atol=2e-3)
-            prompt = SampleRequest(prompt=pack_ids(sequences[2].tolist()), max_tokens=8)
-            (sampled,) = (await served.sampler.sample(prompt)).sequences
-            ids = unpack_ids(sampled.sampled)
-            (row,) = await beside.logprobs([np.concatenate([sequences[2], ids]).astype(np.int32)])
-            np.testing.assert_allclose(unpack_logprobs(sampled.logprobs), row[-len(ids) :], atol=2e-3)
-
-
-@pytest.mark.long
 async def test_a_student_learns_the_same_through_vllm_and_through_the_engine(
     server: RunningVllm, taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +84,6 @@ async def test_a_student_learns_the_same_through_vllm_and_through_the_engine(
     assert [x["train/sequences"] for x in served] == [64] * STEPS
 
 
-@pytest.mark.long
 async def test_a_teacher_that_dies_ends_the_run_which_can_be_resumed(
     taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

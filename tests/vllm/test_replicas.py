@@ -10,10 +10,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from vllm_server import RunningVllm, running_vllm
 
 from interchange_helpers import eventually, until
+from tinkerscript.config import RoleConfig
+from tinkerscript.engine.embedded import EmbeddedEngine
+from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
+from tinkerscript.sampler import SampleRequest
+from tinkerscript.tokenizer import LightTokenizer
+from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
+from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.replicas.pool import Published
 from tinkerscript.train.replicas.publisher import PROOFS
 from trained_adapter import Trained, trained
@@ -55,13 +64,10 @@ async def at(request: pytest.FixtureRequest, servers: dict[str, RunningVllm]) ->
         yield made
 
 
-def server_of(at: Trained, servers: dict[str, RunningVllm]) -> RunningVllm:
-    return servers[at.folder.name]
-
-
-async def test_the_previous_version_in_the_place_of_the_new_one_is_never_proved(
+async def test_another_adapter_in_the_place_of_the_new_one_is_never_proved(
     at: Trained, servers: dict[str, RunningVllm]
 ) -> None:
+    server = servers[at.folder.name]
     await at.publisher.publish(0)
     for _ in range(4):
         await at.step(1e-3)
@@ -70,56 +76,48 @@ async def test_the_previous_version_in_the_place_of_the_new_one_is_never_proved(
     older = at.folder_of(1)
     await at.step(1e-5)
     folder = await at.written(2)
-    preload(server_of(at, servers), folder.name, older)
+    preload(server, folder.name, older)
     await at.pool.publish(Published(2, folder))
     first, *again = at.verdicts(2)
-    exact = at.engine.dtype.is_floating_point and str(at.engine.dtype) == "torch.float32"
+    exact = str(at.engine.dtype) == "torch.float32"
     assert first == ("refused" if exact else "undecidable")
     if exact:
         assert again == ["proved"], "the server was asked to load it anew"
         assert "it samples from another version" in at.notes[0]
     assert await at.ask(2) == 2
-
-
-async def test_an_adapter_that_is_not_applied_is_refused(
-    at: Trained, servers: dict[str, RunningVllm]
-) -> None:
-    await at.publisher.publish(0)
     for _ in range(8):
         await at.step(3e-3)
-    folder = await at.written(1)
+    folder = await at.written(3)
     (nothing,) = (at.folder / "adapters").glob("canary-none-*")
-    preload(server_of(at, servers), folder.name, nothing)
-    await at.pool.publish(Published(1, folder))
-    assert at.verdicts(1) == ["refused", "proved"]
-    assert await at.ask(1) == 1
+    preload(server, folder.name, nothing)
+    await at.pool.publish(Published(3, folder))
+    assert at.verdicts(3) == ["refused", "proved"]
+    assert await at.ask(3) == 3
 
 
 @pytest.mark.parametrize("at", ["float32"], indirect=True)
-async def test_the_largest_gap_to_the_trainer_is_small_in_float32(at: Trained) -> None:
+async def test_each_version_is_near_the_trainer_and_loads_no_other_files(at: Trained) -> None:
     for version in range(3):
         await at.publisher.publish(version)
         assert {await at.ask(version) for _ in range(8)} == {version}
         await at.step(1e-3)
     assert 0 < at.pool.max_gap < 1e-3
     print(f"largest gap {at.pool.max_gap:.1e}")
+    await loads_only_its_own_files(at, 3, "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("at", ["float32"], indirect=True)
-async def test_files_that_are_not_the_ones_of_the_name_are_not_loaded(at: Trained) -> None:
-    await at.publisher.publish(0)
-    await at.step(1e-3)
-    folder = await at.written(1)
-    older = at.folder_of(0)
-    kept = folder / "adapter_model.safetensors"
-    right = kept.read_bytes()
-    shutil.copy(older / kept.name, kept)
-    publishing = asyncio.create_task(at.pool.publish(Published(1, folder)))
+async def loads_only_its_own_files(at: Trained, version: int, name: str) -> None:
+    """The replica is lost over a file of the version before, and comes back with the right one."""
+    folder = await at.written(version)
+    right = (folder / name).read_bytes()
+    shutil.copy(at.folder_of(version - 1) / name, folder / name)
+    publishing = asyncio.create_task(at.pool.publish(Published(version, folder)))
     await until(lambda: bool(at.notes), "the replica is lost over it")
-    assert "did not take version 1" in at.notes[0]
-    kept.write_bytes(right)
+    assert f"did not take version {version}" in at.notes[0]
+    (folder / name).write_bytes(right)
     await publishing
-    assert at.verdicts(1) == ["proved"]
+    assert at.verdicts(version) == ["proved"]
+    assert await at.ask(version) == version
 
 
 @pytest.mark.parametrize("at", ["float32"], indirect=True)
@@ -132,7 +130,7 @@ async def test_calls_that_hold_all_slots_move_and_a_new_version_does_not_wait(at
             await at.step(1e-3)
             # Several, so that the server is slow enough to be at work on them until the end.
             for number in range(8):
-                ask = at.ask(version, max_tokens=1900, episode=f"e{version}/{number}")
+                ask = at.ask(version, max_tokens=1000, episode=f"e{version}/{number}")
                 calls.append(asyncio.create_task(ask))
             await until(lambda version=version: at.pool.replicas[0].in_flight[version] == 8)
         await asyncio.wait_for(at.publisher.publish(3), 60)
@@ -162,6 +160,28 @@ async def test_new_weights_go_on_with_a_call(servers: dict[str, RunningVllm]) ->
         assert [version for version, _ in sequence.spans] == [0, 1, 2, 3]
         assert gap < 1e-3
         print(f"spans {sequence.spans}, largest gap {gap:.1e}")
+
+
+async def test_a_teacher_there_scores_what_the_engine_scores(
+    servers: dict[str, RunningVllm], tmp_path: Path
+) -> None:
+    # A student's samples are likely ones. Of random ids some have logprobs of -20, which agree to 0.05 only.
+    ids = LightTokenizer(TINY_MODEL).encode(12 * "<|im_start|>user\nWhat is 12+34?<|im_end|>\n")
+    sequences = [np.array(ids[:length], np.int32) for length in (1, 2, 30, len(ids))]
+    role = RoleConfig(kind="frozen", base_url=servers["float32"].url, model="base")
+    with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path) as engine:
+        backend = EmbeddedBackend(engine)
+        beside = await backend.open_frozen(str(TINY_MODEL))
+        opening = open_frozen_role("t", role, backend, folder=TINY_MODEL, note=print, timeout_s=60)
+        async with opening as served:
+            pairs = zip(await served.logprobs(sequences), await beside.logprobs(sequences), strict=True)
+            for one, other in pairs:
+                np.testing.assert_allclose(one, other, atol=2e-3)
+            prompt = SampleRequest(prompt=pack_ids(sequences[2].tolist()), max_tokens=8)
+            (sampled,) = (await served.sampler.sample(prompt)).sequences
+            reply = unpack_ids(sampled.sampled)
+            (row,) = await beside.logprobs([np.concatenate([sequences[2], reply]).astype(np.int32)])
+            np.testing.assert_allclose(unpack_logprobs(sampled.logprobs), row[-len(reply) :], atol=2e-3)
 
 
 async def test_a_replica_that_hangs_is_lost_and_comes_back(
@@ -195,14 +215,4 @@ async def test_all_weights_are_replaced_checked_and_proved(tmp_path: Path) -> No
             waiting = asyncio.create_task(at.ask(2))
             await at.pool.wake()
             assert await waiting == 2
-            folder = await at.written(3)
-            file = folder / "model.safetensors"
-            right = file.read_bytes()
-            shutil.copy(at.folder_of(2) / file.name, file)
-            publishing = asyncio.create_task(at.pool.publish(Published(3, folder)))
-            await until(lambda: bool(at.notes), "the replica is lost over it")
-            assert "did not take version 3" in at.notes[0]
-            file.write_bytes(right)
-            await publishing
-            assert at.verdicts(3) == ["proved"]
-            assert await at.ask(3) == 3
+            await loads_only_its_own_files(at, 3, "model.safetensors")

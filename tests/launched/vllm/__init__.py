@@ -1,1 +1,0 @@
-"""Stands for vLLM's package in a process that a run starts."""
