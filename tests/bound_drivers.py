@@ -88,17 +88,16 @@ class Driver:
 
 def nested(depth: int) -> Any:
     """Lists inside each other: `depth` of them."""
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
+    return [nested(depth - 1)] if depth else 1
 
 
 def _put(name: str, value: Callable[[int], Any]) -> Shape:
-    def shape(request: Request, amount: int) -> None:
-        request.body[name] = value(amount)
+    return lambda request, amount: request.body.update({name: value(amount)})
 
-    return shape
+
+def _sets(name: str) -> Shape:
+    """Sets something of the whole request."""
+    return lambda request, amount: setattr(request, name, amount)
 
 
 def _text(name: str) -> Shape:
@@ -115,32 +114,28 @@ def _sized_tools(request: Request, amount: int) -> None:
     request.body["tools"] = [tool]
 
 
-def _sized_schema(request: Request, amount: int) -> None:
+def _reply(schema: Body) -> Body:
+    return {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
+
+
+def _sized(size: int) -> Body:
+    """A schema of so many bytes."""
     schema = {"type": "object", "description": ""}
-    schema["description"] = "x" * (amount - len(msgspec.json.encode(schema)))
-    request.body["response_format"] = {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
+    return schema | {"description": "x" * (size - len(msgspec.json.encode(schema)))}
 
 
-def _deep_schema(request: Request, amount: int) -> None:
-    schema = {"type": "object", "examples": nested(amount - 1)}
-    request.body["response_format"] = {"type": "json_schema", "json_schema": {"name": "r", "schema": schema}}
+def _deep(depth: int) -> Body:
+    return {"type": "object", "examples": nested(depth - 1)}
 
 
-def _message(**more: Any) -> Shape:
-    def shape(request: Request, amount: int) -> None:
-        said = {name: value(amount) if callable(value) else value for name, value in more.items()}
-        request.body["messages"] = [{"role": "user", "content": "1+1"} | said]
-
-    return shape
+def _said(text: str = "1+1") -> Body:
+    return {"role": "user", "content": text}
 
 
 def _tool_calls(request: Request, ids: list[str]) -> None:
     calls = [{"id": each, "type": "function", "function": {"name": "t", "arguments": "{}"}} for each in ids]
-    request.body["messages"] = [
-        {"role": "user", "content": "1+1"},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "content": "2", "tool_call_id": ids[0]},
-    ]
+    answered = {"role": "tool", "content": "2", "tool_call_id": ids[0]}
+    request.body["messages"] = [_said(), {"role": "assistant", "content": "", "tool_calls": calls}, answered]
 
 
 def _many_logprobs(request: Request, amount: int) -> None:
@@ -156,15 +151,8 @@ def _key(request: Request, amount: int) -> None:
     request.headers["Idempotency-Key"] = uuid4().hex.ljust(amount, "k")
 
 
-def _padded(request: Request, amount: int) -> None:
-    request.padding = amount
-
-
 def _output(name: str, value: Callable[[int], Any]) -> Shape:
-    def shape(request: Request, amount: int) -> None:
-        request.body["workflow_output"][name] = value(amount)
-
-    return shape
+    return lambda request, amount: request.body["workflow_output"].update({name: value(amount)})
 
 
 def _sized_output(request: Request, amount: int) -> None:
@@ -175,10 +163,7 @@ def _sized_output(request: Request, amount: int) -> None:
 
 
 def _nested_metric(amount: int) -> Any:
-    value: Any = 1.0
-    for _ in range(amount):
-        value = {"a": value}
-    return value
+    return {"a": _nested_metric(amount - 1)} if amount else 1.0
 
 
 def _payload(request: Request, amount: int) -> None:
@@ -186,12 +171,7 @@ def _payload(request: Request, amount: int) -> None:
 
 
 def _group(request: Request, amount: int) -> None:
-    pool = request.body["client_uuid"]
-    request.body["group_id"] = f"{pool}/".ljust(amount, "g")
-
-
-def _copies(request: Request, amount: int) -> None:
-    request.body["copies"] = amount
+    request.body["group_id"] = f"{request.body['client_uuid']}/".ljust(amount, "g")
 
 
 def _uuid(request: Request, amount: int) -> None:
@@ -211,42 +191,28 @@ def _registered(request: Request, amount: int) -> None:
     ]
 
 
-def _number(amount: int) -> int:
-    return amount
-
-
-def _long_head(request: Request, amount: int) -> None:
-    request.head = amount
-
-
 SHAPES: dict[str, Driver] = {
-    "request head": Driver("head", "head", _long_head),
-    "request body": Driver("chat", "whole", _padded, is_heavy=True),
+    "request head": Driver("head", "head", _sets("head")),
+    "request body": Driver("chat", "whole", _sets("padding"), is_heavy=True),
     "Idempotency-Key": Driver("chat", "key", _key),
     "model": Driver("chat", "model", _text("model")),
-    "messages": Driver(
-        "chat", "messages", _put("messages", lambda n: [{"role": "user", "content": ""}] * n), is_heavy=True
-    ),
-    "messages.name": Driver("chat", "messages", _message(name="n".__mul__)),
+    "messages": Driver("chat", "messages", _put("messages", lambda n: [_said("")] * n), is_heavy=True),
+    "messages.name": Driver("chat", "messages", _put("messages", lambda n: [_said() | {"name": "n" * n}])),
     "tool_call_id": Driver("chat", "messages", lambda r, n: _tool_calls(r, ["i" * n])),
     "tool_calls": Driver("chat", "messages", lambda r, n: _tool_calls(r, [f"c{i}" for i in range(n)])),
     "tool name": Driver("chat", "tools", _put("tools", lambda n: [_tool(name="t" * n)])),
     "tools": Driver("chat", "tools", _put("tools", lambda n: [_tool(name=f"t{i}") for i in range(n)])),
     "tools as JSON": Driver("chat", "tools", _sized_tools, is_heavy=True),
-    "tools nested": Driver(
-        "chat",
-        "tools",
-        _put("tools", lambda n: [_tool(parameters={"type": "object", "examples": nested(n - 4)})]),
-    ),
-    "reply schema as JSON": Driver("chat", "format", _sized_schema),
-    "reply schema nested": Driver("chat", "format", _deep_schema),
-    "n": Driver("chat", "n", _put("n", _number), is_heavy=True),
+    "tools nested": Driver("chat", "tools", _put("tools", lambda n: [_tool(parameters=_deep(n - 3))])),
+    "reply schema as JSON": Driver("chat", "format", _put("response_format", lambda n: _reply(_sized(n)))),
+    "reply schema nested": Driver("chat", "format", _put("response_format", lambda n: _reply(_deep(n)))),
+    "n": Driver("chat", "n", _put("n", int), is_heavy=True),
     "stop": Driver("chat", "stop", _put("stop", lambda n: [f"s{i}" for i in range(n)])),
     "stop string": Driver("chat", "stop", _put("stop", lambda n: ["s" * n])),
     "stop_token_ids": Driver("chat", "stop ids", _put("stop_token_ids", lambda n: list(range(n)))),
-    "max_tokens": Driver("chat", "max_tokens", _put("max_tokens", _number), is_heavy=True),
-    "top_k": Driver("chat", "top_k", _put("top_k", _number)),
-    "seed": Driver("chat", "seed", _put("seed", _number)),
+    "max_tokens": Driver("chat", "max_tokens", _put("max_tokens", int), is_heavy=True),
+    "top_k": Driver("chat", "top_k", _put("top_k", int)),
+    "seed": Driver("chat", "seed", _put("seed", int)),
     "top_logprobs": Driver("chat", "logprobs", _top_logprobs),
     "logprobs": Driver("logprobs", "logprobs", _many_logprobs, is_heavy=True),
     "chat_template_kwargs": Driver(
@@ -255,7 +221,7 @@ SHAPES: dict[str, Driver] = {
     "previous_response_id": Driver(
         "responses", "previous", _put("previous_response_id", lambda n: "resp_" + "p" * n)
     ),
-    "transcript": Driver("transcript", "whole", _padded),
+    "transcript": Driver("transcript", "whole", _sets("padding")),
     "workflow_output": Driver("end", "metadata", _sized_output),
     "metadata nested": Driver("end", "metadata", _output("metadata", lambda n: {"a": nested(n - 1)})),
     f"{SECTION}.max_reward": Driver("end", "reward", _output("reward", float)),
@@ -270,14 +236,14 @@ SHAPES: dict[str, Driver] = {
     "client_uuid": Driver("claim", "client", _text("client_uuid")),
     "claim_request_id": Driver("claim", "request", _text("claim_request_id")),
     "pool": Driver("claim", "pool", _text("pool")),
-    "allow_discard_timeout": Driver("claim", "lease", _put("allow_discard_timeout", _number)),
-    "wait_s": Driver("wait", "wait", _put("wait_s", _number)),
-    "max_episodes": Driver("claim", "number", _put("max_episodes", _number)),
+    "allow_discard_timeout": Driver("claim", "lease", _put("allow_discard_timeout", int)),
+    "wait_s": Driver("wait", "wait", _put("wait_s", int)),
+    "max_episodes": Driver("claim", "number", _put("max_episodes", int)),
     "episode_uuid": Driver("register", "uuid", _uuid),
     "task_id": Driver("register", "task", _text("task_id")),
     "group_id": Driver("register", "group", _group),
-    "copies": Driver("register", "copies", _copies, is_heavy=True),
-    "group_size": Driver("register", "size", _put("group_size", _number)),
+    "copies": Driver("register", "copies", _put("copies", int), is_heavy=True),
+    "group_size": Driver("register", "size", _put("group_size", int)),
     "payload": Driver("register", "payload", _payload, is_heavy=True),
     "payload nested": Driver("register", "payload", _put("payload", lambda n: {"a": nested(n - 1)})),
     "episodes": Driver("register many", "episodes", _registrations, is_heavy=True),
@@ -387,10 +353,8 @@ class Holder:
             await self.use_new_claim()
         match kind:
             case "chat" | "logprobs":
-                messages = [{"role": "user", "content": "1+1"}]
-                return Request(
-                    "/v1/chat/completions", {"model": "policy", "messages": messages, "max_tokens": 2}
-                )
+                body = {"model": "policy", "messages": [_said()], "max_tokens": 2}
+                return Request("/v1/chat/completions", body)
             case "head":
                 return Request("/health", {})
             case "responses":
@@ -449,8 +413,7 @@ def check(reply: httpx.Response, combination: Combination) -> None:
 
 async def _calls(holder: Holder, *, n: int, number: int, **more: Any) -> list[httpx.Response]:
     """Calls one after the other, all with the same body."""
-    messages = [{"role": "user", "content": "1+1"}]
-    body = {"model": "policy", "messages": messages, "n": n, "max_tokens": 1} | more
+    body = {"model": "policy", "messages": [_said()], "n": n, "max_tokens": 1} | more
     path = "/v1/chat/completions"
     return [await holder.post(path, body, key=holder.key, timeout=120) for _ in range(number)]
 
@@ -485,33 +448,19 @@ async def too_many_bytes(holder: Holder) -> httpx.Response:
     request = await holder.request_of("chat")
     request.body["max_tokens"] = 1
     for _ in range(LIMITS["recorded bytes"]):
-        request.body["messages"] = [{"role": "user", "content": "1+1"}]
-        for index in range(30):
-            id_ = f"{index}-{holder.rng.random()}".ljust(1024, "i")
-            call = {"id": id_, "type": "function", "function": {"name": "t", "arguments": "{}"}}
-            request.body["messages"] += [
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "content": "", "tool_call_id": id_},
-            ]
+        _tool_calls(request, [f"{index}-{holder.rng.random()}".ljust(1024, "i") for index in range(60)])
         reply = await holder.post(request.path, request.content(), key=holder.key, timeout=120)
         if reply.status_code != 200:
             return reply
     raise AssertionError("it records without end")
 
 
-def _long(number: int) -> list[Body]:
-    """What takes the engine longer to read than it takes to arrive; each begins in its own way."""
-    return [{"role": "user", "content": f"{number} " + "1+1 " * 450}]
-
-
 async def too_many_at_once(holder: Holder) -> httpx.Response:
     await holder.use_new_claim()
-    async with asyncio.TaskGroup() as tasks:
-        sent = [
-            tasks.create_task(_calls(holder, n=1, number=1, messages=_long(number)))
-            for number in range(4 * LIMITS["calls at once"])
-        ]
-    replies = [each.result()[0] for each in sent]
+    # What takes longer to sample than it takes to arrive; each begins in its own way.
+    texts = [f"{number} " + "1+1 " * 450 for number in range(4 * LIMITS["calls at once"])]
+    sent = [_calls(holder, n=1, number=1, messages=[_said(text)]) for text in texts]
+    replies = [reply for (reply,) in await asyncio.gather(*sent)]
     return max(replies, key=lambda reply: reply.status_code)
 
 

@@ -95,20 +95,12 @@ class MadeRun:
         config = {"task": {"name": "agents.py@shop"}, "training": {"steps": self.steps}}
         with LedgerWriter(self.folder, **config) as writer:
             self._writer = writer
-            writer.status(
-                state=self.state,
-                failure="",
-                step=self.steps,
-                steps=self.steps,
-                began=self._now,
-                last_step=self._now + 60.0 * self.steps,
-            )
-            notes = (
-                "watch the run at http://127.0.0.1:10086",
-                "worker 1 ended with code -9 and was started again (1 of 10)",
-            )
-            for number, text in enumerate(notes):
-                self._rows.append(NoteRow(time=self._now + 720.0 * number, text=text))
+            ends = self._now + 60.0 * self.steps
+            about = {"step": self.steps, "steps": self.steps, "began": self._now, "last_step": ends}
+            writer.status(state=self.state, failure="", **about)
+            again = "worker 1 ended with code -9 and was started again (1 of 10)"
+            self._rows.append(NoteRow(time=self._now, text="watch the run at http://127.0.0.1:10086"))
+            self._rows.append(NoteRow(time=self._now + 720.0, text=again))
             self._evaluate("before", 0)
             for step in range(1, self.steps + 1):
                 self._now += 60.0
@@ -141,31 +133,25 @@ class MadeRun:
                 transcript = self.transcript(each.number, each.episode.reward)
                 row = TranscriptRow(episode=each.number, attempt=each.episode.attempt, transcript=transcript)
                 self._rows.append(row)
-        equal = trained = 0
+        trained = 0
         for group in groups:
-            if self._train(step, group, trained):
-                trained += 1
-            else:
-                equal += 1
+            trained += self._train(step, group, trained)
         mean, failed = sum(own) / len(own), len(rewards) - len(own)
-        self._rows += metric_rows(step, self._metrics(step, mean, failed, equal))
-        self._rows.append(
-            StepRow(
-                step=step,
-                time=self._now,
-                policy_version=step,
-                reward=mean,
-                accepted=len(own),
-                failed=failed,
-                trained=trained * self.group_size,
-                max_lag=step % 2,
-            )
-        )
+        self._rows += metric_rows(step, self._metrics(step, mean, failed, len(groups) - trained))
+        counts: dict[str, Any] = {
+            "accepted": len(own),
+            "failed": failed,
+            "trained": trained * self.group_size,
+        }
+        row = StepRow(step=step, time=self._now, policy_version=step, reward=mean, max_lag=step % 2, **counts)
+        self._rows.append(row)
         if step % 7 == 3:
-            uuid = groups[0][0].episode.uuid
-            self._rows.append(
-                FindingRow(step=step, kind="warning", name="no_stop_token", episode=uuid, count=2)
-            )
+            about: dict[str, Any] = {
+                "kind": "warning",
+                "name": "no_stop_token",
+                "episode": groups[0][0].episode.uuid,
+            }
+            self._rows.append(FindingRow(step=step, count=2, **about))
 
     def _train(self, step: int, group: Sequence[_Ended], place: int) -> bool:
         """What became of a group. Returns whether it has a gradient, and with it the `place`."""
@@ -174,15 +160,13 @@ class MadeRun:
         for each in group:
             reward = each.episode.reward
             if reward is None:
-                why = each.episode.failures[-1].message
-                row = TrainedRow(episode=each.number, step=step, outcome=Use.LEFT_OUT, reason=why)
-                self._rows.append(row)
+                about: dict[str, Any] = {"outcome": Use.LEFT_OUT, "reason": each.episode.failures[-1].message}
+                self._rows.append(TrainedRow(episode=each.number, step=step, **about))
                 continue
             advantage = reward - sum(rewards) / len(rewards)
             outcome, at = (Use.TRAINED, place) if has_gradient else (Use.SAME_REWARD, -1)
-            self._rows.append(
-                TrainedRow(episode=each.number, step=step, outcome=outcome, place=at, advantage=advantage)
-            )
+            about: dict[str, Any] = {"outcome": outcome, "place": at, "advantage": advantage}
+            self._rows.append(TrainedRow(episode=each.number, step=step, **about))
             if each.has_tokens:
                 self._rows.append(self._tokens(step, each, advantage if has_gradient else None))
         return has_gradient
@@ -190,39 +174,29 @@ class MadeRun:
     def _metrics(self, step: int, mean: float, failed: int, equal: int) -> dict[str, float]:
         noise = self._numbers.normal(0, 0.02, 8).tolist()
         late = step / self.steps
+        counts = {
+            **{"policy_version": step, "episodes/accepted": self.groups * self.group_size - failed},
+            **{"episodes/failed": failed, "episodes/retried": step % 5 == 0, "episodes/stale": 0},
+            **({"failure/task_error": failed} if failed else {}),
+            **{"groups/trained": self.groups - equal, "groups/same_reward": equal, "groups/dropped": 0},
+            **{"train/sequences": (self.groups - equal) * self.group_size, "alignment/truncated": step % 3},
+            "alignment/calls": 2 * self.groups * self.group_size,
+            "alignment/tokens_trained": round(12_000 + 4_000 * noise[0]),
+        }
         return {
-            "reward/mean": mean,
-            "reward/deviation": 0.4 - 0.2 * late + noise[0],
-            "policy_version": float(step),
-            "episodes/accepted": float(self.groups * self.group_size - failed),
-            "episodes/failed": float(failed),
-            "episodes/retried": float(step % 5 == 0),
-            "episodes/stale": 0.0,
-            **({"failure/task_error": float(failed)} if failed else {}),
-            "groups/trained": float(self.groups - equal),
-            "groups/same_reward": float(equal),
-            "groups/dropped": 0.0,
+            **{name: float(count) for name, count in counts.items()},
+            **{"reward/mean": mean, "reward/deviation": 0.4 - 0.2 * late + noise[0]},
             "train/entropy": 1.2 * math.exp(-2 * late) + abs(noise[1]),
             "train/loss": -0.05 * math.exp(-late) + noise[2],
-            "train/grad_norm": 0.6 + noise[3] * 4,
-            "train/clip_fraction": 0.04 + abs(noise[4]),
+            **{"train/grad_norm": 0.6 + noise[3] * 4, "train/clip_fraction": 0.04 + abs(noise[4])},
             "train/learning_rate": 3e-4 * (1 - 0.9 * late),
-            "train/sequences": float((self.groups - equal) * self.group_size),
-            "response_tokens/mean": 30 + 20 * late + 60 * noise[5],
-            "turns/mean": 2.0 + noise[6] * 3,
+            **{"response_tokens/mean": 30 + 20 * late + 60 * noise[5], "turns/mean": 2.0 + noise[6] * 3},
             "alignment/max_abs_dlogp": 1e-5 * (1 + abs(noise[7]) * 20),
             "alignment/mean_abs_dlogp": 4e-7 * (1 + abs(noise[7]) * 20),
-            "alignment/calls": float(2 * self.groups * self.group_size),
-            "alignment/truncated": float(step % 3),
-            "alignment/tokens_trained": float(round(12_000 + 4_000 * noise[0])),
-            "time/rollout_s": 40 + 60 * noise[1],
-            "time/train_s": 15 + 20 * noise[2],
-            "time/publish_s": 1.2 + noise[3],
-            "time/sample_s": 24 + 40 * noise[1],
-            "time/wait_stale_s": 3 + 20 * abs(noise[4]),
-            "episode/score/solved": mean,
-            "episode/score/polite": 0.6 + 0.3 * late + noise[7],
-            "episode/cart/items": 3 + late + noise[0],
+            **{"time/rollout_s": 40 + 60 * noise[1], "time/train_s": 15 + 20 * noise[2]},
+            **{"time/publish_s": 1.2 + noise[3], "time/sample_s": 24 + 40 * noise[1]},
+            **{"time/wait_stale_s": 3 + 20 * abs(noise[4]), "episode/cart/items": 3 + late + noise[0]},
+            **{"episode/score/solved": mean, "episode/score/polite": 0.6 + 0.3 * late + noise[7]},
         }
 
     def _evaluate(self, label: str, step: int) -> None:
@@ -232,17 +206,8 @@ class MadeRun:
         rewards = [each.episode.reward for each in ended if each.episode.reward is not None]
         score, failed = sum(rewards) / len(rewards), len(ended) - len(rewards)
         self._rows += metric_rows(step, {"eval/score": score, "eval/failed": float(failed)})
-        self._rows.append(
-            EvaluationRow(
-                label=label,
-                step=step,
-                time=self._now,
-                policy_version=step,
-                score=score,
-                accepted=len(rewards),
-                failed=failed,
-            )
-        )
+        about: dict[str, Any] = {"label": label, "step": step, "time": self._now, "policy_version": step}
+        self._rows.append(EvaluationRow(**about, score=score, accepted=len(rewards), failed=failed))
 
     # Episodes
 
@@ -300,18 +265,15 @@ class MadeRun:
         ]
         result = {"role": "tool", "content": str(number * 3), "tool_call_id": "t0"}
         models = [
-            {
-                "event": "model",
-                "span_id": "s2",
-                "model": "tinkerbridge/policy",
+            {"event": "model", "span_id": "s2", "model": "tinkerbridge/policy", "working_time": 1.25}
+            | {
                 "input": [],
                 "input_refs": [[0, 1 + 2 * turn]],
                 "tools": [],
                 "tool_choice": "auto",
                 "config": {},
-                "output": {"model": "policy", "choices": [{"message": reply, "stop_reason": "stop"}]},
-                "working_time": 1.25,
             }
+            | {"output": {"model": "policy", "choices": [{"message": reply, "stop_reason": "stop"}]}}
             for turn, reply in enumerate(replies)
         ]
         score = {"value": reward, "answer": str(number * 3)}
@@ -359,26 +321,17 @@ class MadeRun:
             reply: dict[str, Any] = {"role": "assistant", "content": ""}
             if last:
                 answer = number * 3 if reward else number * 3 + 7
-                reply |= {
-                    "content": self._text(f"That is {answer} in all."),
-                    "reasoning_content": self._text("The tool's result is the total. No rebate applies."),
-                }
+                reply["content"] = self._text(f"That is {answer} in all.")
+                reply["reasoning_content"] = self._text("The tool's result is the total. No rebate applies.")
             else:
                 arguments = json.dumps({"expression": f"{number} * 3 + {turn}"})
-                reply["tool_calls"] = [
-                    {
-                        "id": f"t{turn}",
-                        "type": "function",
-                        "function": {"name": self._text("calculator"), "arguments": arguments},
-                    }
-                ]
+                called = {"name": self._text("calculator"), "arguments": arguments}
+                reply["tool_calls"] = [{"id": f"t{turn}", "type": "function", "function": called}]
             restarts = forks and last and turn > 0
-            calls.append(
-                self._call(None if restarts else (calls[-1] if calls else None), messages, reply, restarts)
-            )
-            messages = [
-                {"role": "tool", "tool_call_id": f"t{turn}", "content": self._text(str(number * 3 + turn))}
-            ]
+            parent = calls[-1] if calls and not restarts else None
+            calls.append(self._call(parent, messages, reply, restarts))
+            said = self._text(str(number * 3 + turn))
+            messages = [{"role": "tool", "tool_call_id": f"t{turn}", "content": said}]
         return calls
 
     def _call(

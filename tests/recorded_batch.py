@@ -1,17 +1,13 @@
 """Groups that a run sampled, and what its weights gave their tokens in three steps: `recorded_batch`.
 
-`recorded_batch.npz` is from the ledger of a run of the demo whose groups trained in three steps each:
+`recorded_batch.npz` has the episodes that trained in steps 1, 2 and 3 of a run of the demo, from its ledger:
 
     tinkerscript train examples/arithmetic.yaml --set experiment_dir=RUN --set training.steps=4 \\
         --set training.replay_uses=3 --set training.learning_rate=6e-4 --set training.groups_per_step=8
-    PYTHONPATH=tests python tests/recorded_batch.py RUN
 """
 
 from __future__ import annotations
 
-import sqlite3
-import sys
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_helpers import make_call, make_episode, make_group
-from run_ledger import dictionaries
-from tinkerscript.ledger.groups import recorded_groups
-from tinkerscript.ledger.tokens import unpacked_sequences
 from tinkerscript.rollouts.advantages import RolloutGroup
 from tinkerscript.rollouts.call import FloatArray
 
@@ -98,44 +91,3 @@ def recorded_batch() -> RecordedBatch:
         whole = {name: arrays[name] for name in arrays.files}
     floats = {name: each.astype(np.float64) for name, each in whole.items() if each.dtype == np.float32}
     return RecordedBatch(**{**whole, **floats})
-
-
-def record(folder: Path) -> None:
-    """Write the episodes that trained in steps 1, 2 and 3."""
-    with closing(sqlite3.connect(f"file:{folder / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
-        trained = {
-            uuid: [unpacked_sequences(each, dictionaries(folder))[0] for each in sequences]
-            for uuid, *sequences in ledger.execute(
-                "SELECT uuid, a.sequences, b.sequences, c.sequences FROM episodes e "
-                "JOIN tokens a ON a.episode = e.sequence AND a.step = 1 "
-                "JOIN tokens b ON b.episode = e.sequence AND b.step = 2 "
-                "JOIN tokens c ON c.episode = e.sequence AND c.step = 3"
-            )
-        }
-    episodes = [
-        (number, episode)
-        for number, group in enumerate(recorded_groups(folder))
-        for episode in group.episodes
-        if episode.episode_uuid in trained
-    ]
-    lengths = np.array([int(episode.rollouts[0].sampled.sum()) for _, episode in episodes])
-    shape = len(episodes), int(lengths.max())
-    found = {name: np.zeros(shape, np.float32) for name in ("sampler", "old", "new", "entropies")}
-    for at, (_, episode) in enumerate(episodes):
-        first, second, third = trained[episode.episode_uuid]
-        (rollout,) = episode.rollouts
-        rows = {
-            "sampler": rollout.logprobs[rollout.sampled],
-            "old": np.frombuffer(second.trainer_logprobs, "<f4"),
-            "new": np.frombuffer(third.trainer_logprobs, "<f4"),
-            "entropies": np.frombuffer(first.entropies, "<f2"),
-        }
-        for name, row in rows.items():
-            found[name][at, : lengths[at]] = row
-    rewards = np.array([episode.reward for _, episode in episodes], np.float32)
-    numbers = np.array([number for number, _ in episodes])
-    np.savez_compressed(FILE, rewards=rewards, group=numbers, lengths=lengths, **found)
-
-
-if __name__ == "__main__":
-    record(Path(sys.argv[1]))

@@ -65,29 +65,11 @@ def rows(run: Path, kind: type[R], rest: str = "", *parameters: Any) -> list[R]:
 def ended_episode(sequence: int, **values: Any) -> EpisodeRow:
     """An episode that trained in step 1, unless `values` say otherwise."""
     given: dict[str, Any] = {
-        "uuid": f"e{sequence}",
-        "episode_type": "train",
-        "group_id": "g",
-        "pool": "",
-        "group_size": 1,
-        "step": 1,
-        "label": "",
-        "position": 0,
-        "sample": b"",
-        "digest": b"",
-        "state": "ended",
-        "failure": "",
-        "forgiven": 0,
-        "reward": 1.0,
-        "is_success": None,
-        "result_digest": b"",
-        "end_number": sequence,
-        "ended_at": 1.0,
-        "offered": 0,
-        "consumed": 1,
-        "dropped": 0,
-        "emptied": 0,
-        "undone": 0,
+        **{"uuid": f"e{sequence}", "episode_type": "train", "group_id": "g", "pool": "", "group_size": 1},
+        **{"step": 1, "label": "", "position": 0, "sample": b"", "digest": b"", "state": "ended"},
+        **{"failure": "", "forgiven": 0, "reward": 1.0, "is_success": None, "result_digest": b""},
+        **{"end_number": sequence, "ended_at": 1.0, "offered": 0, "consumed": 1, "dropped": 0},
+        **{"emptied": 0, "undone": 0},
     }
     return EpisodeRow(sequence=sequence, **given | values)
 
@@ -95,13 +77,8 @@ def ended_episode(sequence: int, **values: Any) -> EpisodeRow:
 def claim(episode: int, attempt: int = 1, **values: Any) -> AttemptRow:
     """A claim of an episode that has not failed, unless `values` say otherwise."""
     given: dict[str, Any] = {
-        "client": "w",
-        "request_id": "",
-        "claimed_at": 1.0,
-        "queued_s": None,
-        "policy_version": 0,
-        "lease_s": 1.0,
-        "failure": None,
+        **{"client": "w", "request_id": "", "claimed_at": 1.0, "queued_s": None, "policy_version": 0},
+        **{"lease_s": 1.0, "failure": None},
     }
     return AttemptRow(episode=episode, attempt=attempt, **given | values)
 

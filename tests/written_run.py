@@ -11,12 +11,10 @@ import msgspec
 import numpy as np
 
 from rollout_helpers import make_call
-from run_ledger import LedgerWriter
+from run_ledger import LedgerWriter, claim, ended_episode
 from tinkerscript.ledger.compression import packed
 from tinkerscript.ledger.rows import (
-    AttemptRow,
     CallRow,
-    EpisodeRow,
     EvaluationRow,
     FindingRow,
     MetricRow,
@@ -124,39 +122,29 @@ class Written:
         """As the episode with this number."""
         sample = sample_row(self.sample, self.task)
         yield sample
-        yield EpisodeRow(
-            sequence=number,
+        yield ended_episode(
+            number,
             uuid=self.uuid,
             episode_type="eval" if self.label else "train",
             group_id=self.group_id,
-            pool="",
             group_size=0,
             step=self.step,
             label=self.label,
             position=-1,
             sample=sample.digest,
-            digest=b"",
             state="failed" if self.reward is None else "ended",
             failure=self.failures[-1].kind if self.reward is None else "",
-            forgiven=0,
             reward=self.reward,
             is_success=None if self.is_success is None else int(self.is_success),
-            result_digest=b"",
-            end_number=number,
             ended_at=self.ended,
-            offered=0,
-            consumed=1,
-            dropped=0,
             emptied=int(self.emptied),
             undone=self.undone,
         )
         failures = {failure.attempt: failure.model_dump_json() for failure in self.failures}
         for attempt in {*range(1, self.attempt + 1), *failures}:
-            yield AttemptRow(
-                episode=number,
-                attempt=attempt,
+            yield claim(
+                *(number, attempt),
                 client=self.client if attempt else "",
-                request_id="",
                 claimed_at=self.ended - 10.0,
                 queued_s=self.queued_s,
                 policy_version=self.policy_version,
@@ -167,12 +155,8 @@ class Written:
             for call in calls:
                 yield call_row(number, attempt, call, emptied=self.emptied)
         if self.reward is not None:
-            output = {
-                "reward": self.reward,
-                "is_success": self.is_success,
-                "metadata": self.metadata,
-                "log_metrics": self.log_metrics,
-            }
+            output = {"reward": self.reward, "is_success": self.is_success}
+            output |= {"metadata": self.metadata, "log_metrics": self.log_metrics}
             yield ResultRow(episode=number, result=msgspec.json.encode(output))
 
 
@@ -202,18 +186,9 @@ class WrittenRun(LedgerWriter):
         """The evaluation whose episodes are there."""
         query = "SELECT count(*), count(reward), avg(reward) FROM episodes WHERE label = ? AND undone = ?"
         count, accepted, score = self.execute(query, label, undone).fetchone()
-        self.put(
-            EvaluationRow(
-                label=label,
-                step=step,
-                time=1000.0 + step,
-                policy_version=step,
-                score=score,
-                accepted=accepted,
-                failed=count - accepted,
-                undone=undone,
-            )
-        )
+        given: dict[str, Any] = {"time": 1000.0 + step, "policy_version": step, "undone": undone}
+        given |= {"score": score, "accepted": accepted, "failed": count - accepted}
+        self.put(EvaluationRow(label=label, step=step, **given))
 
     def step(self, step: int, metrics: Mapping[str, float] | None = None, **fields: Any) -> None:
         given: dict[str, Any] = {"time": 1000.0 + step, "policy_version": step, "reward": 0.5, "accepted": 4}

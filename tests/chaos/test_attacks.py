@@ -30,7 +30,6 @@ from run_ledger import used
 from tinkerscript.access_tokens import claim_key
 from tinkerscript.addresses import read_server_info
 from tinkerscript.ledger.rows import TrainedRow, Use
-from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import frames
@@ -45,7 +44,7 @@ def amount(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
-async def claimed(server: Setup, name: str, client: str = "c", **more: Any) -> ClaimEpisodeResponse:
+async def claimed(server: Setup, name: str, client: str = "c", **more: Any) -> Any:
     """The claim of a new episode. Others may have registered episodes too, and they are claimed before it."""
     await server.link.register([new_episode(name)])
     while (reply := await server.claim(client, max_episodes=256, **more)).success:
@@ -124,7 +123,7 @@ async def _lost_key(server: Setup, number: int) -> str:
     if number % 2:
         await server.end(claim)
     else:
-        names = {"episode_uuid": claim.episode_uuid, "attempt": claim.attempt}
+        names: dict[str, Any] = {"episode_uuid": claim.episode_uuid, "attempt": claim.attempt}
         assert (await server.post("/abort_episode", **names, failure={"kind": "aborted"}))["success"]
         server.link.cancel([claim.episode_uuid], "not needed")
         await server.link.flush()

@@ -264,7 +264,13 @@ def test_whoever_stops_a_worker_waits_until_it_has_drained() -> None:
     assert (number, float(before_s) >= takes_s) == ("B:TERM", True)
 
 
-def test_the_trainer_of_kubernetes_joins_the_server_and_knows_the_replicas() -> None:
+def test_the_trainer_of_kubernetes_joins_the_server_and_knows_the_replicas(tmp_path: Path) -> None:
+    for text in ("first", "second"):  # A pod that starts again keeps the folder, with its config.
+        (tmp_path / "run.yaml").write_text(text)
+        script = container("Job tinkerscript-run", "folder")["command"][-1]
+        script = script.replace("/runs", f"{tmp_path}/runs").replace("/config/", f"{tmp_path}/")
+        subprocess.run(["sh", "-c", script], timeout=60)
+        assert (tmp_path / "runs" / "gsm8k" / "config.yaml").read_text() == "first"
     trainer = container("Job tinkerscript-run", "trainer")
     assert trainer["command"][:4] == ["tinkerscript", "train", "/config/run.yaml", "--join=/runs/gsm8k"]
     check_trainer(trainer["command"], [f"http://replica-{number}.replica:8000" for number in range(REPLICAS)])

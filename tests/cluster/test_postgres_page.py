@@ -23,7 +23,7 @@ from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger.health import best_score, health_rows
 from tinkerscript.ledger.postgres import PostgresLedger
 from tinkerscript.ledger.reader import STORE_VARIABLE, LedgerReader
-from tinkerscript.ledger.rows import TABLES, UNDONE, FindingRow, ResumptionRow
+from tinkerscript.ledger.rows import TABLES, UNDONE, EpisodeRow, FindingRow, ResumptionRow
 from tinkerscript.page import lines
 from tinkerscript.page.curves import alignment_view, curves, found_in, metrics
 from tinkerscript.page.episode_view import episode_view, find_episode
@@ -37,7 +37,7 @@ from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 
 SEARCHES = (
-    *("pens 1", "is unscored", '"the shop\'s sandbox"', "reward>0.5", "step=2", "step>=1 pens"),
+    *("what 12", '"the shop\'s sandbox"', "reward>0.5", "step=2", "step>=1 what"),
     *("score/solved=0 calls=2", "undone=1", "label:after", "queued_s>=0", "type!=train", "nothing-such"),
     "status:failed",
 )
@@ -51,15 +51,15 @@ def database() -> Iterator[PostgresServer]:
 
 def resumed_run(folder: Path) -> Path:
     """A run of a few steps whose last one is undone, with failures, evaluations, findings and transcripts."""
-    small = {"steps": 5, "groups": 4, "group_size": 4, "evaluation_every": 2, "evaluation_samples": 6}
-    run = MadeRun(folder / "run", texts=["What is \0\x01?", "12"], **small).write()
+    size = {"steps": 5, "groups": 4, "group_size": 4, "evaluation_every": 2, "evaluation_samples": 6}
+    run = MadeRun(folder / "run", texts=["What is \0\x01?", "12"], **size).write()  # type: ignore[arg-type]
     ((uuid,),) = ask(run, "SELECT uuid FROM episodes WHERE end_number = 50")
     findings = [FindingRow(step=2, kind="error", name=name, episode=uuid) for name in ("second", "first")]
     with LedgerWriter(run) as writer:
         writer.put(*findings, FindingRow(step=3, kind="finding", name="ratio", detail="too far"))
         writer.put(ResumptionRow(resumption=1, time=1.0, step=4))
         writer.status(step=4)
-        for kind in UNDONE:
+        for kind in (EpisodeRow, *UNDONE):
             writer.execute(f"UPDATE {kind.TABLE} SET undone = 1 WHERE step > 4")
     return run
 

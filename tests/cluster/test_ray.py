@@ -58,7 +58,7 @@ def test_a_node_that_goes_in_the_middle_takes_no_episode_with_it(
     run = tmp_path / "run"
     cluster.add(cpus=3)
     nodes = cluster.add(cpus=1), cluster.add(cpus=1)
-    settings = {"engine.devices": 2, "workers.count": 2, "training.steps": 1000}
+    settings: dict[str, Any] = {"engine.devices": 2, "workers.count": 2, "training.steps": 1000}
     command = train(tmp_path, **{"cluster.address": cluster.address, **settings})
     command.until(lambda: {"0-0", "1-0"} <= names_of(run), seconds=LONG_S)
     commands = left_of(tmp_path, "tinkerscript", within_s=0)
@@ -106,7 +106,11 @@ def test_a_replica_whose_node_goes_starts_on_another_one(cluster: VirtualCluster
     run = tmp_path / "run"
     cluster.add(cpus=3)
     nodes = cluster.add(cpus=2), cluster.add(cpus=2)
-    settings = {"inference.launch.cpus": 2, "training.steps": 1000, "training.checkpoint_every": 1}
+    settings: dict[str, Any] = {
+        "inference.launch.cpus": 2,
+        "training.steps": 1000,
+        "training.checkpoint_every": 1,
+    }
     command = train(tmp_path, VLLM, **{"cluster.address": cluster.address, **settings})
     command.until(lambda: len(with_result(run)) > 20, seconds=LONG_S)
     commands = left_of(tmp_path, "tinkerscript", within_s=0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from pathlib import Path
 import fsspec
 import httpx
 import pytest
-import yaml
 from moto.server import ThreadedMotoServer
 from virtual_cluster import left_of
 
@@ -57,66 +55,6 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def finished(command: Command) -> str:
     assert command.wait(seconds=LONG_S) == 0, command.text()
     return " ".join(command.text().split())
-
-
-def chats(folder: Path) -> Path:
-    """Sums, said backwards."""
-    path = folder / "chats.jsonl"
-    with path.open("w") as file:
-        for number in range(10, 90):
-            question = {"role": "user", "content": f"What is {number}+{99 - number}?"}
-            answer = {"role": "assistant", "content": f"{number + 7}"[::-1]}
-            file.write(json.dumps({"messages": [question, answer]}) + "\n")
-    return path
-
-
-def losses(remote: RemoteFolder) -> list[float]:
-    lines = [json.loads(line) for line in remote.read("metrics.jsonl").splitlines()]
-    return [line["train/nll"] for line in lines if "train/nll" in line]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_a_supervised_run_at_a_url_is_resumed_there_and_its_model_is_served(tmp_path: Path) -> None:
-    config = {
-        "experiment_dir": URL,
-        "method": "sft",
-        "sft": {"data": str(chats(tmp_path)), "held_out": 16, "batch_size": 16, "epochs": 1000},
-        "training": {"checkpoint_every": 2, "lr_schedule": "constant"},
-        "evaluation": {"every_steps": 0},
-    }
-    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(config))
-    remote, run = RemoteFolder(URL), tmp_path / "runs" / "run"
-    first = start(tmp_path, "train", "sft.yaml")
-    first.until(lambda: remote.steps()[-1:] >= [4], seconds=LONG_S)
-    first.process.send_signal(signal.SIGINT)
-    assert first.wait(seconds=100) == 130, first.text()
-    epochs = remote.steps()[-1] // 4 + 2
-    before = losses(remote)
-    shutil.rmtree(tmp_path / "runs")
-
-    text = finished(start(tmp_path, "train", "--resume", URL, f"--set=sft.epochs={epochs}"))
-    assert f"fetching the run at {URL} into runs/run" in text
-    assert json.loads(remote.read("summary.json"))["steps"] == 4 * epochs  # 64 chats in batches of 16
-    assert losses(remote)[: len(before)] == before, "as if it had not been interrupted"
-    assert remote.read("metrics.jsonl") == (run / "metrics.jsonl").read_bytes()
-
-    shutil.rmtree(tmp_path / "runs")
-    serving = start(tmp_path, "serve", "--checkpoint", f"{URL}/checkpoints/final", "--port", "0")
-    serving.until(lambda: re.search(r" at http://\S+/v1 ", serving.text()), seconds=LONG_S)
-    name, base = re.search(r"serving '(.+)' at (\S+) ", " ".join(serving.text().split())).groups()  # type: ignore[union-attr]
-    body = {"model": name, "max_tokens": 4, "messages": [{"role": "user", "content": "What is 20+79?"}]}
-    key = {"Authorization": "Bearer any"}
-
-    def answered() -> bool:
-        reply = httpx.post(f"{base}/chat/completions", json=body, headers=key, timeout=LONG_S)
-        assert reply.status_code in (200, 503), reply.text
-        return reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] > 0
-
-    serving.until(answered, seconds=LONG_S)
-    serving.process.send_signal(signal.SIGINT)
-    assert serving.wait(seconds=LONG_S) == 130, serving.text()
-    assert not left_of(tmp_path, "tinkerscript", within_s=60)
 
 
 @pytest.mark.long

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +13,7 @@ from vllm_server import RunningVllm, running_vllm
 
 from taught_model import taught_sums
 from tinkerscript.config import RunConfig
-from tinkerscript.errors import EngineError
 from tinkerscript.testing import QuietReporter
-from tinkerscript.train import token_advantages
-from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.run import run_training
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
@@ -82,31 +75,3 @@ async def test_a_student_learns_the_same_through_vllm_and_through_the_engine(
     assert np.mean(kl[-2:]) < 0.7 * kl[0]
     assert kl[0] == pytest.approx(beside[0]["distillation/teacher_kl"], abs=1e-3)
     assert [x["train/sequences"] for x in served] == [64] * STEPS
-
-
-async def test_a_teacher_that_dies_ends_the_run_which_can_be_resumed(
-    taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    class Killer(QuietReporter):
-        def step(self, step: int, metrics: Any) -> None:
-            super().step(step, metrics)
-            if step == 2:
-                os.killpg(server.process.pid, signal.SIGKILL)
-
-    with running_vllm(tmp_path, tmp_path / "adapters", model=taught) as server:
-        await asyncio.to_thread(server.wait)
-        briefly = partial(open_frozen_role, max_wait_s=3)
-        monkeypatch.setattr(token_advantages, "open_frozen_role", briefly)
-        made = config(tmp_path / "run", {"base_url": server.url})
-        killer = Killer()
-        with pytest.raises(EngineError, match=rf"roles.teacher at {server.url}.*\(waited \d s\)"):
-            await run_training(made, killer)
-    assert any(f"waiting for roles.teacher at {server.url}" in note for note in killer.notes)
-    assert len(metrics(tmp_path / "run")) == 2, "nothing trained without the teacher"
-    with running_vllm(tmp_path, tmp_path / "adapters", model=taught) as server:
-        await asyncio.to_thread(server.wait)
-        again = config(tmp_path / "run", {"base_url": server.url})
-        await run_training(again, QuietReporter(), path=tmp_path / "run")
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
