@@ -40,11 +40,8 @@ class FakeVllm(FakeServer):
     async def _models(self, request: Request) -> Any:
         if self.faults.key and (refused := self.refusal(request)):
             return refused
-        cards = [
-            {"id": name, "object": "model", "owned_by": "vllm", "parent": None, "max_model_len": CONTEXT}
-            for name in self.faults.models
-        ]
-        return {"object": "list", "data": cards}
+        card = {"object": "model", "owned_by": "vllm", "parent": None, "max_model_len": CONTEXT}
+        return {"object": "list", "data": [card | {"id": name} for name in self.faults.models]}
 
     async def _version(self) -> Any:
         return {"version": "0.32.0"}
@@ -104,25 +101,22 @@ class FakeVllm(FakeServer):
         yield "data: [DONE]\n\n"
 
     def _invalid(self, body: dict[str, Any]) -> Response | None:
-        message = ""
         if body["model"] not in self.faults.models:
-            message = f"The model `{body['model']}` does not exist."
-            return error(message, "NotFoundError", 404)
-        if len(body["prompt"]) > CONTEXT:
+            return error(f"The model `{body['model']}` does not exist.", "NotFoundError", 404)
+        if (length := len(body["prompt"])) > CONTEXT:
             message = (
                 f"This model's maximum context length is {CONTEXT} tokens. However, your prompt contains "
-                f"{len(body['prompt'])} input tokens, which exceeds this limit even without any output."
+                f"{length} input tokens, which exceeds this limit even without any output."
             )
-        elif body.get("prompt_logprobs") is not None and not self.faults.scores:
-            message = "prompt_logprobs is not supported"
-        return error(message, "BadRequestError", 400) if message else None
+            return error(message, "BadRequestError", 400)
+        if body.get("prompt_logprobs") is not None and not self.faults.scores:
+            return error("prompt_logprobs is not supported", "BadRequestError", 400)
+        return None
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt = self.prompt_of(body["prompt"])
-        params = body | {
-            "top": body["logprobs"],
-            "max_tokens": min(body["max_tokens"], CONTEXT - len(prompt)),
-        }
+        params = body | {"top": body["logprobs"]}
+        params["max_tokens"] = min(body["max_tokens"], CONTEXT - len(prompt))
         sequences = [self.sample(prompt, params, i) for i in range(body["n"])]
         strings = self.faults.id_strings and body.get("return_tokens_as_token_ids")
         choices = list[dict[str, Any]]()
@@ -148,26 +142,18 @@ class FakeVllm(FakeServer):
                 choice["finish_reason"] = "abort"
             if self.faults.choice is not None:
                 choice["index"] = self.faults.choice
-            ids = sequence.ids
-            if self.faults.last_id is not None:
-                ids = [*ids[:-1], self.faults.last_id]
+            last = self.faults.last_id
+            ids = sequence.ids if last is None else [*sequence.ids[:-1], last]
             if self.faults.token_ids and body.get("return_token_ids"):
                 choice |= {"token_ids": ids, "prompt_token_ids": prompt}
             choices.append(choice)
         sampled = sum(len(sequence.ids) for sequence in sequences)
         if len(self.faults.weights) > 1:
             self.faults.weights.pop(0)
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": sampled}
         return {
-            "id": "cmpl-1",
-            "object": "text_completion",
-            "created": 1,
-            "model": body["model"],
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": len(prompt),
-                "completion_tokens": sampled,
-                "total_tokens": len(prompt) + sampled,
-            },
+            **{"id": "cmpl-1", "object": "text_completion", "created": 1, "model": body["model"]},
+            **{"choices": choices, "usage": usage | {"total_tokens": len(prompt) + sampled}},
         }
 
     def _prompt_logprobs(self, prompt: list[int], body: dict[str, Any]) -> list[Any] | None:

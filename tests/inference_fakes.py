@@ -158,12 +158,8 @@ class FakeServer:
             out.raw.append(float(_log_softmax(logits)[token]))
             out.shown.append(float(shown.max() if self.faults.rank_one else shown[token]))
             out.top.append(_top(shown, token, params["top"]))
-            ends = (
-                params["stop_token_ids"]
-                if params["ignore_eos"]
-                else [*params["stop_token_ids"], self.distribution.end]
-            )
-            out.stopped = token in ends
+            ends = token == self.distribution.end and not params["ignore_eos"]
+            out.stopped = ends or token in params["stop_token_ids"]
         if self.faults.shifted:
             out.shown = [out.shown[-1], *out.shown[:-1]]
         if self.faults.not_finite:

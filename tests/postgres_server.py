@@ -17,6 +17,8 @@ from typing import Any
 
 import psycopg
 
+from tinkerscript.processes.launcher import free_port
+
 OWNER = "postgres"
 """Who runs it where the tests run as root, which PostgreSQL refuses."""
 
@@ -35,7 +37,7 @@ class PostgresServer:
         self._data, self._log = folder / "data", folder / "postgres.log"
         self._folder = folder
         self._settings = settings
-        self.port = _free_port()
+        self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
         if _is_root():
             shutil.chown(folder, OWNER, OWNER)
@@ -126,7 +128,7 @@ def running_postgres(*, settings: tuple[str, ...] = SETTINGS) -> Generator[Postg
 def running_pooler(database: PostgresServer) -> Generator[str]:
     """PgBouncer in front of it, one session of the database for each transaction; gives the URL."""
     folder = Path(tempfile.mkdtemp(prefix="pgbouncer-"))
-    port = _free_port()
+    port = free_port()
     config = folder / "pgbouncer.ini"
     lines = [
         "[databases]",
@@ -181,9 +183,3 @@ def _program(name: str) -> str:
     found = shutil.which(name) or next(map(str, places), None) or shutil.which(name, path="/usr/sbin:/sbin")
     assert found, f"install {name}: Debian's packages postgresql and pgbouncer"
     return str(Path(found).resolve())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

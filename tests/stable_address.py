@@ -8,63 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
 
 import httpx
 
 LOOK_S = 0.1
 LIMIT_S = 1.0
 """A server that takes longer to say that it is ready is not."""
-
-
-class _Side(asyncio.Protocol):
-    """One of the two connections of a pair; what comes on one goes out on the other."""
-
-    def __init__(self, address: StableAddress, place: int, other: _Side | None = None) -> None:
-        self._address = address
-        self._place = place
-        self.other = other
-        self.transport: asyncio.Transport | None = None
-        self.early: list[bytes] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast("asyncio.Transport", transport)
-        self._address.sides.add(self)
-        if self.other is None:
-            self._address.tasks.add(asyncio.create_task(self._connect()))
-        else:
-            self.other.other = self
-            for data in self.other.early:
-                self.transport.write(data)
-
-    async def _connect(self) -> None:
-        ports = self._address.leader
-        try:
-            if ports is None:
-                raise ConnectionError("no server is ready")
-            await asyncio.get_running_loop().create_connection(
-                lambda: _Side(self._address, self._place, self), "127.0.0.1", ports[self._place]
-            )
-        except OSError:
-            self.abort()
-
-    def data_received(self, data: bytes) -> None:
-        if self.other is None or self.other.transport is None:
-            self.early.append(data)
-        else:
-            self.other.transport.write(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._address.sides.discard(self)
-        if self.other is not None and self.other.transport is not None:
-            self.other.transport.close()
-
-    def abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
 
 
 @dataclass(eq=False)
@@ -78,8 +30,7 @@ class StableAddress:
     """Where it listens, in the order of a server's ports."""
 
     leader: Sequence[int] | None = None
-    sides: set[_Side] = field(default_factory=set[_Side])
-    tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    writers: set[asyncio.StreamWriter] = field(default_factory=set[asyncio.StreamWriter])
 
     @property
     def url(self) -> str:
@@ -102,8 +53,33 @@ class StableAddress:
 
     def hang_up(self) -> None:
         """End all connections: half a reply must not look like all of it."""
-        for side in list(self.sides):
-            side.abort()
+        for writer in self.writers:
+            writer.transport.abort()
+
+    async def serve(self, place: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass on what comes on a connection to the port at `place`, and what is answered."""
+        pair = {writer}
+        try:
+            if self.leader is not None:
+                answers, server = await asyncio.open_connection("127.0.0.1", self.leader[place])
+                pair.add(server)
+                self.writers |= pair
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(_pass(reader, server))
+                    tasks.create_task(_pass(answers, writer))
+        except* OSError:
+            pass  # One of the two is gone; the other one sees its connection close.
+        finally:
+            self.writers -= pair
+            for each in pair:
+                each.transport.abort()
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(2**16):
+        writer.write(data)
+        await writer.drain()
+    writer.close()
 
 
 async def _is_ready(http: httpx.AsyncClient, port: int) -> bool:
@@ -116,20 +92,19 @@ async def _is_ready(http: httpx.AsyncClient, port: int) -> bool:
 @asynccontextmanager
 async def stable_address(*backends: Sequence[int]) -> AsyncGenerator[StableAddress]:
     """One address for servers with these ports."""
-    address, loop = StableAddress(backends), asyncio.get_running_loop()
+    address = StableAddress(backends)
     servers = [
-        await loop.create_server(partial(_Side, address, place), "127.0.0.1", 0)
+        await asyncio.start_server(partial(address.serve, place), "127.0.0.1", 0)
         for place in range(len(backends[0]))
     ]
     address.ports = [server.sockets[0].getsockname()[1] for server in servers]
-    address.tasks.add(loop.create_task(address.follow()))
+    following = asyncio.create_task(address.follow())
     try:
         yield address
     finally:
+        following.cancel()
+        with suppress(asyncio.CancelledError):
+            await following
         for server in servers:
             server.close()
-        for task in address.tasks:
-            task.cancel()
-        await asyncio.gather(*address.tasks, return_exceptions=True)
         address.hang_up()
-        await asyncio.sleep(0)

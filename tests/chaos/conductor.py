@@ -64,7 +64,7 @@ COMMIT_S = 60.0
 PROCESSES = (
     ("slow", "silent", "endless"),
     ("liar", "hoarder", "registrar", "smuggler"),
-    ("thief", "impostor", "failer", "babbler", "visitor"),
+    ("thief", "impostor", "failer", "babbler"),
 )
 CLAIMERS = (("liar", "hoarder", "registrar", "thief", "impostor", "failer"),)
 """Those after the results of episodes, not after the server's time."""
@@ -252,22 +252,23 @@ class Conductor:
 
     def _start(self, sockets: Path) -> None:
         port, link = free_port(), f"ipc://{sockets}/link.ipc"
+        plan, run_dir = self.plan, self.run_dir
         self.servers = [self._add(processes.server(folder, self._tokens())) for folder in self.folders]
-        processes.until(lambda: processes.serving_info(self.run_dir) is not None, "a server's start")
-        proxy_options = ("--http-port", port, "--link", link, "--seed", self.plan.seed)
-        self._proxy = self._add(processes.script("proxy", self.run_dir, *proxy_options))
-        trainer_options = ("--link", link, "--steps", self.plan.steps, "--groups", self.plan.groups)
-        lag = ("--max-policy-lag", self.plan.max_policy_lag)
-        self.trainer = self._add(processes.script("trainer", self.run_dir, *trainer_options, *lag))
+        processes.until(lambda: processes.serving_info(run_dir) is not None, "a server's start")
+        self._add(
+            processes.script("proxy", run_dir, "--http-port", port, "--link", link, "--seed", plan.seed)
+        )
+        size = ("--steps", plan.steps, "--groups", plan.groups, "--max-policy-lag", plan.max_policy_lag)
+        self.trainer = self._add(processes.script("trainer", run_dir, "--link", link, *size))
         # Hostile clients register names that the trainer must have by then.
-        processes.until(lambda: self._has_registered, "the trainer's first episodes")
+        trainers = Tail(run_dir / TRAINER)
+        processes.until(
+            lambda: any(line["event"] == "registered" for line in trainers.new()),
+            "the trainer's first episodes",
+        )
         self.workers = [self._add(self._worker(number, port)) for number in range(self.plan.workers)]
         for victim in hostile_clients(self.run_dir, self.plan.hostile, seed=self.plan.seed):
             self._add(victim)
-
-    @property
-    def _has_registered(self) -> bool:
-        return any(line["event"] == "registered" for line in read_lines(self.run_dir / TRAINER))
 
     def _worker(self, number: int, port: int) -> Victim:
         name = f"worker-{number}"
@@ -323,10 +324,9 @@ class Conductor:
             if self._watch.is_finished:
                 break
             time.sleep(0.001)
-        if kind == "database":  # It says nothing once it is dead.
-            hit = self._watch.states()
+        hit = self._watch.states()
         self._harm(kind, victim)
-        if kind != "database":
+        if kind != "database":  # It says nothing once it is dead.
             hit = self._watch.states(worker)
         self.kills[kind] += 1
         self.table[kind].update(state for state in STATES if hit[state])
@@ -375,14 +375,10 @@ class Conductor:
             time.sleep(0.01)
 
     def table_of_kills(self) -> str:
-        width = max(map(len, STATES))
-        head = f"{'killed in the state':{width}} " + "".join(f"{kind:>15}" for kind in self.kinds)
-        rows = [
-            f"{state:{width}} " + "".join(f"{self.table[kind][state]:>15}" for kind in self.kinds)
-            for state in STATES
-        ]
-        total = f"{'kills in all':{width}} " + "".join(f"{self.kills[kind]:>15}" for kind in self.kinds)
-        return "\n".join([head, *rows, total])
+        rows = [("killed in the state", self.kinds)]
+        rows += [(state, [self.table[kind][state] for kind in self.kinds]) for state in STATES]
+        rows += [("kills in all", [self.kills[kind] for kind in self.kinds])]
+        return "\n".join(f"{name:19} " + "".join(f"{cell:>15}" for cell in cells) for name, cells in rows)
 
     def print_report(self, evidence: Evidence, faults: Sequence[str]) -> None:
         plan = self.plan
@@ -403,13 +399,12 @@ class Conductor:
 def hostilities(run_dir: Path) -> str:
     """What each hostile client did, as a table."""
     done = read_lines(run_dir / HOSTILE)
-    events = ("claimed", "failed", "handed in", "registered", "attack", "error", "socket")
-    head = f"{'hostile client':14} " + "".join(f"{event:>11}" for event in events)
-    counts = Counter((line["who"], line["event"]) for line in done)
-    rows = [f"{who:14} " + "".join(f"{counts[who, event]:>11}" for event in events) for who in WAYS]
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for line in done:
+        counts[line["who"]][line["event"]] += 1
+    rows = [f"{who:14} " + ", ".join(f"{event} {n}" for event, n in counts[who].items()) for who in WAYS]
     statuses = Counter(line["status"] for line in done if line["event"] == "attack")
-    answers = ", ".join(f"{status}: {times}" for status, times in sorted(statuses.items()))
-    return "\n".join([head, *rows, f"attacks answered with {answers}"])
+    return "\n".join([*rows, f"attacks answered with {dict(statuses)}"])
 
 
 def _is(owner: str, worker: str) -> bool:

@@ -28,7 +28,7 @@ import httpx
 from evidence import HOSTILE, Lines
 from processes import serving_info
 
-from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
+from tinkerscript.access_tokens import CLIENT_TOKEN
 from tinkerscript.errors import MAX_REWARD
 
 AWAY_S = 0.2
@@ -407,28 +407,6 @@ async def smuggler(me: Hostile) -> None:
     await me.pause(20.0)
 
 
-# Web pages
-
-BY_BROWSERS: tuple[dict[str, str], ...] = (
-    {"Origin": "https://evil.example"},
-    {"Origin": "null"},
-    {"Sec-Fetch-Site": "cross-site"},
-    *({"Content-Type": kind} for kind in ("text/plain", "application/x-www-form-urlencoded")),
-)
-"""What another site's page makes a browser say, and the bodies that it can send without asking first."""
-
-
-async def visitor(me: Hostile) -> None:
-    """Another site's page, in the browser of somebody who has a token, and of somebody who has none."""
-    for path in ("/stop_engine", *me.rng.sample((*FOR_ADMINS, *PATHS), 3)):
-        key = me.rng.choice(["", me.token, os.environ[ADMIN_TOKEN]])
-        for headers in BY_BROWSERS:
-            await me.attack("another site's page", path, {"client_uuid": me.who}, key=key, **headers)
-        body = {"client_uuid": me.who}
-        await me.attack("a name that leads here", path, body, key="", Host="evil.example")
-    await me.pause(0.5)
-
-
 # Bodies
 
 VALUES = (
@@ -603,7 +581,7 @@ async def _endless_head(me: Hostile, piece: bytes) -> None:
 WAYS: dict[str, Callable[[Hostile], Awaitable[None]]] = {
     way.__name__: way
     for way in (
-        *(liar, thief, impostor, failer, hoarder, registrar, smuggler, visitor, babbler),
+        *(liar, thief, impostor, failer, hoarder, registrar, smuggler, babbler),
         *(slow, silent, endless),
     )
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import psutil
 import yaml
 
 from tinkerscript.model_folder import TINY_MODEL
+from tinkerscript.processes.launcher import free_port
 from tinkerscript.vllm_plugin import ADAPTERS, TRANSFER
 
 ROOT = Path(__file__).parents[2]
@@ -61,10 +61,7 @@ def running_vllm(
     folder: Path, adapters: Path, *, dtype: str = "float32", max_loras: int = 0, model: Path = TINY_MODEL
 ) -> Iterator[RunningVllm]:
     """Not up yet: `wait`. Without `max_loras`, all its weights can be replaced."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = folder / f"vllm-{dtype}.log"
+    port, log = free_port(), folder / f"vllm-{dtype}.log"
     command = [
         *(sys.executable, "-m", "tinkerscript.processes.with_parent"),
         *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
