@@ -21,7 +21,7 @@ from run_ledger import claim, ended_episode
 from tinkerscript.errors import ConfigError, StoreError
 from tinkerscript.ledger import Ledger
 from tinkerscript.ledger.compression import DICTIONARIES, DICTIONARY_BLOBS, unpacked
-from tinkerscript.ledger.history import History, Tally, begin, find_beginning, tally
+from tinkerscript.ledger.history import Tally, begin, find_beginning, tally
 from tinkerscript.ledger.ledger import WriteBatch
 from tinkerscript.ledger.rows import (
     TABLES,
@@ -248,13 +248,6 @@ class LedgerContract:
             rows = await ledger.read(f"SELECT step FROM {{s}}{kind.TABLE} WHERE undone = 1")
             assert rows == [(3,)], kind
         assert aside in await rows_in(ledger, TrainedRow), "what is misaligned stays so"
-
-    async def test_a_new_ledger_has_no_history(self, reopen: Reopen) -> None:
-        ledger = await leading(reopen)
-        found = await find_beginning(ledger, [], replay_lag=2)
-        assert (found.history, found.used, found.spoiled) == (History(), {}, frozenset())
-        assert (found.history.step, found.history.resumption) == (0, 1)
-        assert set(msgspec.structs.asdict(await tally(ledger)).values()) == {0}
 
     async def test_a_resumption_knows_what_was_judged_and_which_evaluations_are_not_over(
         self, reopen: Reopen

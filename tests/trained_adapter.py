@@ -14,6 +14,7 @@ import numpy as np
 import tinker
 
 from run_ledger import KeptRows
+from small_models import sft_datum
 from tinkerscript.config import RunConfig
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.model_folder import TINY_MODEL
@@ -23,6 +24,8 @@ from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.policy import Policy
 from tinkerscript.train.replicas.pool import HANG_S, PROVE_S, ReplicaPool
 from tinkerscript.train.replicas.publisher import PROOFS, ReplicaPublisher, named, open_replicas
+
+PROMPT = [5, 9, 13, 21, 34]
 
 
 @dataclass
@@ -39,7 +42,7 @@ class Trained:
 
     async def step(self, learning_rate: float) -> None:
         rng = np.random.default_rng(3)
-        data = [_datum(rng.integers(5, 400, 24)) for _ in range(8)]
+        data = [sft_datum(rng.integers(5, 400, 24)) for _ in range(8)]
         await self.client.forward_backward(data, "cross_entropy")
         await self.client.optim_step(tinker.AdamParams(learning_rate=learning_rate))
 
@@ -52,16 +55,13 @@ class Trained:
 
     async def ask(self, version: int, *, max_tokens: int = 8, episode: str = "") -> int:
         """The version that samples a call."""
-        prompt = pack_ids([5, 9, 13, 21, 34])
-        # With a stop id of its own, which is never sampled, an answer has all its tokens.
-        request = SampleRequest(
-            prompt=prompt,
-            max_tokens=max_tokens,
-            stop_token_ids=[self.engine.vocabulary - 1],
-            affinity=episode,
-        )
         await self.pool.announce(version)
-        return (await self.pool.sample(request)).policy_version
+        return (await self.pool.sample(self._request(max_tokens, affinity=episode))).policy_version
+
+    def _request(self, max_tokens: int, **more: Any) -> SampleRequest:
+        """With a stop id of its own, which is hardly ever sampled, an answer has all its tokens."""
+        stop_ids = [self.engine.vocabulary - 1]
+        return SampleRequest(prompt=pack_ids(PROMPT), max_tokens=max_tokens, stop_token_ids=stop_ids, **more)
 
     async def fly(
         self, publications: int, max_tokens: int, begun: Callable[[int], Awaitable[None]]
@@ -69,14 +69,9 @@ class Trained:
         """A call that new weights go on with, each published when `begun(version)` says that the version
         before it has sampled some, and the largest difference of a log probability to the trainer's."""
         policy = Policy(self.publisher, KeptRows(), in_flight=True)
-        prompt = [5, 9, 13, 21, 34]
-        # With a stop id that is hardly ever sampled.
-        request = SampleRequest(
-            prompt=pack_ids(prompt), max_tokens=max_tokens, stop_token_ids=[self.engine.vocabulary - 1]
-        )
         await policy.publish()
         scorers = [await self.engine.create_sampling_client()]
-        call = asyncio.create_task(policy.sample(request))
+        call = asyncio.create_task(policy.sample(self._request(max_tokens)))
         for version in range(1, publications + 1):
             waiting = asyncio.ensure_future(begun(version))
             await asyncio.wait([call, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -88,12 +83,10 @@ class Trained:
         await begun(publications + 1)
         (sequence,) = (await call).sequences
         ids = unpack_ids(sequence.sampled).tolist()
-        known = tinker.ModelInput.from_ints([*prompt, *ids])
-        scores = [(await each.compute_logprobs(known))[len(prompt) :] for each in scorers]
-        versions = np.repeat(
-            [version for version, _ in sequence.spans],
-            np.diff([*(first for _, first in sequence.spans), len(ids)]),
-        )
+        known = tinker.ModelInput.from_ints([*PROMPT, *ids])
+        scores = [(await each.compute_logprobs(known))[len(PROMPT) :] for each in scorers]
+        sampled_by, firsts = zip(*sequence.spans, strict=True)
+        versions = np.repeat(sampled_by, np.diff([*firsts, len(ids)]))
         wanted = np.array([scores[version][at] for at, version in enumerate(versions)])
         return sequence, float(np.abs(unpack_logprobs(sequence.logprobs) - wanted).max())
 
@@ -105,13 +98,6 @@ class Trained:
     def verdicts(self, version: int) -> list[str]:
         lines = [json.loads(line) for line in (self.folder / PROOFS).read_text().splitlines()]
         return [line["verdict"] for line in lines if line["version"] == version]
-
-
-def _datum(ids: np.ndarray) -> tinker.Datum:
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()),
-        loss_fn_inputs={"target_tokens": ids[1:].astype(np.int64), "weights": np.ones(23, np.float32)},
-    )
 
 
 @asynccontextmanager
@@ -128,20 +114,13 @@ async def trained(
 ) -> AsyncIterator[Trained]:
     """The tiny model; `folder`: the run's; `urls`: of the replicas, which serve it as `base`. With fewer
     `targets`, fewer canaries are tried when a replica begins."""
+    lora = {"rank": rank, "targets": [*targets]}
     config = RunConfig.model_validate(
         {
-            "engine": {
-                "model": str(TINY_MODEL),
-                "dtype": dtype,
-                "lora": {"rank": rank, "targets": [*targets]},
-            },
+            "engine": {"model": str(TINY_MODEL), "dtype": dtype, "lora": lora},
             "inference": {
-                "backend": "vllm",
-                "replicas": urls,
-                "model": "base",
-                "max_loras": 3,
-                "start_timeout_s": 60,
-                **inference,
+                **{"backend": "vllm", "replicas": urls, "model": "base", "max_loras": 3},
+                **{"start_timeout_s": 60, **inference},
             },
             "training": {"max_policy_lag": 1},
         }
