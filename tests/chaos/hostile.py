@@ -84,12 +84,10 @@ class Hostile:
         """The server's port; 1 before its first start."""
         return int(self.address().rpartition(":")[2] or 1)
 
-    async def ask(
-        self, path: str, body: Any, *, key: str | None = None, **headers: str
-    ) -> httpx.Response | None:
+    async def ask(self, path: str, body: Any, *, key: str | None = None) -> httpx.Response | None:
         """The reply, or None if the server went down or is down."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"} | headers
+        headers = {"Content-Type": "application/json"}
         if key != "":
             headers["Authorization"] = f"Bearer {self.token if key is None else key}"
         try:
@@ -108,11 +106,9 @@ class Hostile:
                 self.seen.append(claim["episode_uuid"])
         return reply
 
-    async def attack(
-        self, what: str, path: str, body: Any, *, key: str | None = None, **headers: str
-    ) -> None:
+    async def attack(self, what: str, path: str, body: Any, *, key: str | None = None) -> None:
         """A request that must be refused, with the reason."""
-        reply = await self.ask(path, body, key=key, **headers)
+        reply = await self.ask(path, body, key=key)
         if reply is not None and reply.status_code != 503:  # The server is stopping.
             accepted = reply.status_code < 400 and not refused(reply)
             reason = reason_of(reply)
@@ -142,26 +138,19 @@ class Hostile:
 
     async def claim(self, *, lease_s: float, number: int = 1, pool: str = "") -> list[Claim]:
         """The claims that it got, if any."""
-        body = {
-            "client_uuid": self.who,
-            "claim_request_id": self.rng.randbytes(8).hex(),
-            "allow_discard_timeout": lease_s,
-            "max_episodes": number,
-            "wait_s": 2.0,
-            "sends_key": True,
-            "pool": pool,
-        }
+        body = {"client_uuid": self.who, "claim_request_id": self.rng.randbytes(8).hex(), "pool": pool}
+        body |= {"allow_discard_timeout": lease_s, "max_episodes": number, "wait_s": 2.0, "sends_key": True}
         reply = await self.ask("/claim_episode", body)
         if reply is None or reply.status_code != 200 or not (first := reply.json())["success"]:
             return []
         return [first, *first["more"]]
 
-    async def call(self, claim: Claim, text: str = "") -> httpx.Response | None:
+    async def call(self, claim: Claim) -> httpx.Response | None:
         """A model call of its own claim, marked as its own."""
-        return await self.ask("/v1/chat/completions", self.prompt(claim, text), key=claim["openai_api_key"])
+        return await self.ask("/v1/chat/completions", self.prompt(claim), key=claim["openai_api_key"])
 
-    def prompt(self, claim: Claim, text: str = "") -> dict[str, Any]:
-        mark = f"[{claim['client_uuid']} {claim['episode_uuid']} turn 0] {text}"
+    def prompt(self, claim: Claim) -> dict[str, Any]:
+        mark = f"[{claim['client_uuid']} {claim['episode_uuid']} turn 0]"
         return {"model": "policy", "messages": [{"role": "user", "content": mark}], "max_tokens": 8}
 
     async def hand_in(self, claim: Claim, reward: float) -> bool:

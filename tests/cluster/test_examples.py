@@ -79,16 +79,8 @@ def run_script(name: str, folder: Path, **environ: str) -> Ran:
         path.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{stand_in}' {program} \"$@\"\n")
         path.chmod(0o755)
     own = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(folder), "SLURM_SUBMIT_DIR": str(SLURM)}
-    done = subprocess.run(
-        ["bash", SLURM / name],
-        env=own | environ,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    return Ran(*json.loads(done.stdout))
+    script = ["bash", str(SLURM / name)]
+    return Ran(*json.loads(subprocess.check_output(script, env={**own, **environ}, cwd=folder, timeout=60)))
 
 
 @pytest.fixture
@@ -109,10 +101,18 @@ def directives(name: str) -> dict[str, str]:
     return {key.removeprefix("--"): value for key, _, value in (word.partition("=") for word in words)}
 
 
-KNOWN = {
-    *("job-name", "array", "nodes", "ntasks", "cpus-per-task", "gpus-per-task", "mem", "time", "requeue"),
+KNOWN = [
+    "job-name",
+    "array",
+    "nodes",
+    "ntasks",
+    "cpus-per-task",
+    "gpus-per-task",
+    "mem",
+    "time",
+    "requeue",
     "signal",
-}
+]
 """Options of sbatch, by its manual."""
 
 
@@ -126,7 +126,7 @@ KNOWN = {
 )
 def test_a_slurm_job_asks_for_what_its_processes_take(script: str, name: str, number: int) -> None:
     found, room = directives(script), PLAN[name].resources
-    assert found.keys() <= KNOWN
+    assert found.keys() <= set(KNOWN)
     assert found.get("array", "0-0") == f"0-{number - 1}"
     cpus = room.cpus + (PLAN["interchange server"].resources.cpus if name == "trainer" else 0)
     assert int(found["cpus-per-task"]) == cpus
@@ -135,15 +135,12 @@ def test_a_slurm_job_asks_for_what_its_processes_take(script: str, name: str, nu
     assert re.fullmatch(r"\d+:\d\d:\d\d", found["time"])
 
 
-def test_a_slurm_worker_is_the_plans(run: Path, tmp_path: Path) -> None:
+def test_slurms_workers_and_replicas_are_the_plans(run: Path, tmp_path: Path) -> None:
     (run / "server.url").write_text("http://head:10086\n")
     ran = run_script("workers.sbatch", tmp_path, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert ran.argv == command(PLAN["worker 3"], client="slurm-7-3")
     assert ran.environ["TINKERSCRIPT_SERVER_URL"] == "http://head:10086"
     assert ran.environ["TINKERSCRIPT_CLIENT_TOKEN_FILE"] == str(run / "secrets" / "client_token")
-
-
-def test_a_slurm_replica_is_the_plans(run: Path, tmp_path: Path) -> None:
     ran = run_script("replicas.sbatch", tmp_path, SLURM_ARRAY_TASK_ID="2")
     host, port = re.fullmatch(r"http://(.+):(\d+)\n", (run / "replicas" / "2.url").read_text()).groups()  # type: ignore[union-attr]
     assert ran.argv == command(PLAN["replica 2"], model="Qwen/Qwen3-8B", host=host, port=port)
@@ -220,11 +217,13 @@ def check_room(found: dict[str, Any], process: PlannedProcess) -> None:
     assert "memory" in resources["limits"]
 
 
-def check_secrets(found: dict[str, Any], process: PlannedProcess) -> None:
-    """All that the plan names come from the secret, and no value stands in the manifest."""
-    entries = {each["name"]: each for each in found["env"]}
-    for name in process.secrets:
-        assert entries[name]["valueFrom"]["secretKeyRef"]["name"] == "tinkerscript", name
+def check_container(found: dict[str, Any], name: str, **values: str) -> None:
+    """It runs the planned process, whose secrets come from the cluster's and stand in no manifest."""
+    process, entries = PLAN[name], {each["name"]: each for each in found["env"]}
+    assert found["command"] == command(process, **values)
+    check_room(found, process)
+    for secret in process.secrets:
+        assert entries[secret]["valueFrom"]["secretKeyRef"]["name"] == "tinkerscript", secret
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -234,21 +233,14 @@ def test_a_manifest_is_valid(name: str) -> None:
 
 def test_the_pods_run_the_plan() -> None:
     server = container("Job tinkerscript-run", "server")
-    assert server["command"] == command(PLAN["interchange server"])
+    check_container(server, "interchange server")
     assert server["restartPolicy"] == "Always", "a sidecar"
-    check_room(server, PLAN["interchange server"])
-    check_secrets(server, PLAN["interchange server"])
     worker = container("Job worker", "worker")
-    assert worker["command"] == command(PLAN["worker 0"], client="$(POD_NAME)")
+    check_container(worker, "worker 0", client="$(POD_NAME)")
     assert DOCUMENTS["Job worker"]["spec"]["parallelism"] == WORKERS
-    check_room(worker, PLAN["worker 0"])
-    check_secrets(worker, PLAN["worker 0"])
     replica = container("StatefulSet replica", "replica")
-    values = {"model": "Qwen/Qwen3-8B", "host": "$(POD_IP)", "port": "8000"}
-    assert replica["command"] == command(PLAN["replica 0"], **values)
+    check_container(replica, "replica 0", model="Qwen/Qwen3-8B", host="$(POD_IP)", port="8000")
     assert DOCUMENTS["StatefulSet replica"]["spec"]["replicas"] == REPLICAS
-    check_room(replica, PLAN["replica 0"])
-    check_secrets(replica, PLAN["replica 0"])
     server_url = variables(worker)["TINKERSCRIPT_SERVER_URL"]
     values = PLAN["replica 0"].environment | {"TINKERSCRIPT_ADAPTERS": f"{server_url}/adapters"}
     assert values.items() <= variables(replica).items()
