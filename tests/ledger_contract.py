@@ -201,9 +201,9 @@ class LedgerContract:
         ledger.put(rows[2])
         await ledger.commit([rows[3]])
         assert await rows_in(ledger, EpisodeRow) == [rows[3]]
-        first = made(SampleRow, 1)
-        for _ in range(2):
-            await ledger.commit([first, made(SampleRow, 1, payload=b"other")])
+        first, other = made(SampleRow, 1), made(SampleRow, 1, payload=b"other")
+        for written in ([first, other], [other]):
+            await ledger.commit(written)
             assert await rows_in(ledger, SampleRow) == [first], "of samples with a digest the first one stays"
 
     @pytest.mark.parametrize(
