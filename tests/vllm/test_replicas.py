@@ -10,19 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 from vllm_server import RunningVllm, running_vllm
 
 from interchange_helpers import eventually, until
-from tinkerscript.config import RoleConfig
-from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
-from tinkerscript.sampler import SampleRequest
-from tinkerscript.tokenizer import LightTokenizer
-from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
-from tinkerscript.train.frozen_model import open_frozen_role
 from tinkerscript.train.replicas.pool import Published
 from tinkerscript.train.replicas.publisher import PROOFS
 from trained_adapter import Trained, trained
@@ -160,28 +151,6 @@ async def test_new_weights_go_on_with_a_call(servers: dict[str, RunningVllm]) ->
         assert [version for version, _ in sequence.spans] == [0, 1, 2, 3]
         assert gap < 1e-3
         print(f"spans {sequence.spans}, largest gap {gap:.1e}")
-
-
-async def test_a_teacher_there_scores_what_the_engine_scores(
-    servers: dict[str, RunningVllm], tmp_path: Path
-) -> None:
-    # A student's samples are likely ones. Of random ids some have logprobs of -20, which agree to 0.05 only.
-    ids = LightTokenizer(TINY_MODEL).encode(12 * "<|im_start|>user\nWhat is 12+34?<|im_end|>\n")
-    sequences = [np.array(ids[:length], np.int32) for length in (1, 2, 30, len(ids))]
-    role = RoleConfig(kind="frozen", base_url=servers["float32"].url, model="base")
-    with EmbeddedEngine(TINY_MODEL, checkpoint_dir=tmp_path) as engine:
-        backend = EmbeddedBackend(engine)
-        beside = await backend.open_frozen(str(TINY_MODEL))
-        opening = open_frozen_role("t", role, backend, folder=TINY_MODEL, note=print, timeout_s=60)
-        async with opening as served:
-            pairs = zip(await served.logprobs(sequences), await beside.logprobs(sequences), strict=True)
-            for one, other in pairs:
-                np.testing.assert_allclose(one, other, atol=2e-3)
-            prompt = SampleRequest(prompt=pack_ids(sequences[2].tolist()), max_tokens=8)
-            (sampled,) = (await served.sampler.sample(prompt)).sequences
-            reply = unpack_ids(sampled.sampled)
-            (row,) = await beside.logprobs([np.concatenate([sequences[2], reply]).astype(np.int32)])
-            np.testing.assert_allclose(unpack_logprobs(sampled.logprobs), row[-len(reply) :], atol=2e-3)
 
 
 async def test_a_replica_that_hangs_is_lost_and_comes_back(
