@@ -1,8 +1,6 @@
-"""Forged keys, malformed bodies and frames, all bounds at once, whatever the OpenAPI schema allows: refused,
-and nothing breaks.
+"""Forged keys, malformed bodies and frames, whatever the OpenAPI schema allows: refused, and nothing breaks.
 
-CHAOS_KEYS, CHAOS_BODIES, CHAOS_FRAMES, CHAOS_EXAMPLES and BOUND_COMBINATIONS change the numbers; the defaults
-are `make chaos`.
+CHAOS_KEYS, CHAOS_BODIES, CHAOS_FRAMES and CHAOS_EXAMPLES change the numbers; the defaults are `make chaos`.
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ import zmq
 import zmq.asyncio
 from hostile import malformed_bodies
 
-from bound_drivers import SETTINGS, SUMS, TOKENS, Combination, Holder, combinations, drive_sum
 from interchange_helpers import collect, eventually, new_episode
-from interchange_setup import OUTPUT, Setup, serving
+from interchange_setup import Setup, serving
 from run_ledger import used
 from tinkerscript.access_tokens import claim_key
 from tinkerscript.addresses import read_server_info
 from tinkerscript.ledger.rows import TrainedRow, Use
-from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
-from tinkerscript.testing import ScriptedSampler
 from tinkerscript.trainer_link.framing import frames
 from tinkerscript.trainer_link.messages import Cancel, Commit, Outcome, Register, ReleaseClient
 
@@ -275,51 +270,3 @@ async def test_schemathesis_finds_no_server_error(tmp_path: Path, byte_model: Pa
         output, _ = await process.communicate()
         assert process.returncode == 0, output.decode()[-20000:]
         await still_works(server)
-
-
-# Bounds
-
-
-class SlowSampler(ScriptedSampler):
-    """Takes so long for long prompts that many calls are open at once."""
-
-    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        await asyncio.sleep(3.0 if len(request.prompt) > 4 * 1500 else 0.0)
-        return await super().sample(request, progress)
-
-
-@pytest.mark.timeout(1800)
-async def test_no_combination_of_bounds_fails_a_neighbor(tmp_path: Path, byte_model: Path) -> None:
-    """Four holders of tokens drive all bounds to their limits and beyond."""
-    waiting = combinations(random.Random(SEED), amount("BOUND_COMBINATIONS", 2000))
-    sampler, limits = SlowSampler(lambda prompt: [72, 105]), httpx.Limits(max_connections=None)
-    async with (
-        serving(tmp_path, byte_model, environ=TOKENS, sampler=sampler, **SETTINGS) as server,
-        httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as http,
-    ):
-        neighbor = asyncio.create_task(_work(Holder(http, random.Random(SEED), "neighbor")))
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(4):
-                holder = Holder(http, random.Random(number), f"holder-{number}")
-                tasks.create_task(_drive(holder, waiting))
-        for name in SUMS:
-            await drive_sum(Holder(http, random.Random(name), "holder"), name)
-        assert not neighbor.done(), neighbor.exception()
-        neighbor.cancel()
-
-
-async def _drive(holder: Holder, waiting: Iterator[Combination]) -> None:
-    for combination in waiting:
-        await holder.drive(combination)
-
-
-async def _work(neighbor: Holder) -> None:
-    """An honest client, which finishes one episode after the other."""
-    while True:
-        (claim,) = await neighbor.claims(client="neighbor")
-        key = claim["openai_api_key"]
-        body = {"model": "policy", "messages": [{"role": "user", "content": "12+34"}], "max_tokens": 8}
-        said = await neighbor.post("/v1/chat/completions", body, key=key)
-        assert said.status_code == 200, said.text
-        ended = await neighbor.post("/end_episode", {"workflow_output": OUTPUT}, key=key)
-        assert ended.json()["success"], ended.text
