@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ Open = Callable[[], PostgresLedger]
 
 
 @asynccontextmanager
-async def ledgers_at(url: str) -> AsyncIterator[Open]:
+async def ledgers_at(url: str) -> AsyncGenerator[Open]:
     """Opens a ledger of the same run each time."""
     ledgers: list[PostgresLedger] = []
 
