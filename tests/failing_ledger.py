@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -10,6 +11,7 @@ from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.rows import EpisodeRow, Row
 from tinkerscript.rollouts.call import Call
+from tinkerscript.trainer_link.framing import MAX_MESSAGE_BYTES
 
 VICTIM = "victim"
 """The uuid of the episode."""
@@ -27,7 +29,10 @@ def planted(work: Callable[..., Any], stage: str, *marks: str) -> Callable[..., 
 
 
 class FailingLedger(SqliteLedger):
-    """Fails at `stage`: `record` (a call is stored) or `delivery` (the calls of a result are read)."""
+    """Fails at `stage`: `record` (a call is stored) or `delivery` (the calls of a result are read).
+
+    At the stage `size`, the victim's result has more calls than a message to the trainer carries.
+    """
 
     stage: ClassVar[str] = ""
     victim: EpisodeRow | None = None
@@ -48,7 +53,25 @@ class FailingLedger(SqliteLedger):
         ended = {victim.sequence} if victim is not None and victim.state == "ended" else set[int]()
         if self.stage == "delivery" and ended & dict(claims).keys():
             raise RuntimeError("planted: delivery")
-        return await super().calls(claims)
+        found = await super().calls(claims)
+        if self.stage != "size":
+            return found
+        pairs = zip(claims, found, strict=True)
+        return [too_many() if episode in ended else calls for (episode, _), calls in pairs]
+
+
+def too_many() -> list[Call]:
+    large = Call(
+        call_id="c",
+        parent_id=None,
+        new_prompt=b"",
+        sampled=b"",
+        logprobs=b"",
+        stop_reason="stop",
+        policy_version=4,
+        messages=json.dumps([{"role": "user", "content": "x" * 2**24}]),
+    )
+    return [large] * (1 + MAX_MESSAGE_BYTES // len(large.messages))
 
 
 def opened(url: str, folder: Path, durability: Literal["normal", "full"] = "normal") -> FailingLedger:

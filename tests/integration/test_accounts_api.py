@@ -90,11 +90,8 @@ async def test_claims_of_a_client_with_its_own_token_stay_its_own(tmp_path: Path
 async def test_strangers_see_no_api_status_or_metrics_where_tokens_are_set(
     tmp_path: Path, byte_model: Path
 ) -> None:
-    for name in ("closed", "open"):
-        (tmp_path / name).mkdir()
-    paths = ("/openapi.json", "/metrics", "/get_engine_status")
-    async with serving(tmp_path / "closed", byte_model, environ=TOKENS, clients=[ANN]) as setup:
-        for path in paths:
+    async with serving(tmp_path, byte_model, environ=TOKENS, clients=[ANN]) as setup:
+        for path in ("/openapi.json", "/metrics", "/get_engine_status"):
             assert (await setup.http.get(path)).status_code == 401
             for who in ("ANN_TOKEN", CLIENT_TOKEN, ADMIN_TOKEN):
                 headers = {"Authorization": f"Bearer {TOKENS[who]}"}
@@ -105,9 +102,6 @@ async def test_strangers_see_no_api_status_or_metrics_where_tokens_are_set(
                 "/claim_episode", json={"client_uuid": "c"}, headers={"Authorization": key}
             )
             assert claim.status_code == 401
-    async with serving(tmp_path / "open", byte_model) as setup:
-        for path in paths:
-            assert (await setup.http.get(path)).status_code == 200
 
 
 async def test_https_by_two_options_and_a_ca_file(

@@ -1,8 +1,9 @@
-"""Programs reward single model calls: the async client, the blocking one, a plain function of a Runner."""
+"""Programs reward single model calls: the blocking client, a plain function of a Runner, the async client."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
@@ -36,55 +37,49 @@ def turns(episode: Episode) -> float:
     return 1.0
 
 
-async def rewards(setup: Setup) -> tuple[float, list[float]]:
-    """The episode's, and that of each of its calls in order."""
-    (outcome,) = (await collect(setup.link, 1)).values()
-    assert isinstance(outcome, EpisodeAccepted)
-    return outcome.reward, [outcome.call_rewards.get(each.call_id, 0.0) for each in outcome.calls]
-
-
-EARNED = (2.125, [0.5, 0.125, 0.5])
-
-
-async def test_a_blocking_program_rewards_its_last_call(setup: Setup) -> None:
-    await setup.link.register(new_episodes("e"))
-
+async def blocking_program(url: str) -> None:
     def program() -> None:
-        with TinkerScriptClient(setup.url) as client, client.begin_episode() as episode:
+        with TinkerScriptClient(url) as client, client.begin_episode() as episode:
             client.end_episode(episode, turns(episode))
 
     await asyncio.to_thread(program)
-    assert await rewards(setup) == EARNED
 
 
-async def test_a_plain_function_of_a_runner_rewards_its_last_call(setup: Setup) -> None:
-    await setup.link.register(new_episodes("e"))
-    statistics = await Runner(turns, client=AsyncTinkerScriptClient(setup.url), max_episodes=1).run()
+async def plain_function(url: str) -> None:
+    statistics = await Runner(turns, client=AsyncTinkerScriptClient(url), max_episodes=1).run()
     assert statistics.ended == 1
-    assert await rewards(setup) == EARNED
 
 
-async def test_an_async_program_needs_no_reward_of_the_whole(setup: Setup) -> None:
-    await setup.link.register(new_episodes("e"))
-    async with AsyncTinkerScriptClient(setup.url) as client, await client.begin_episode() as episode:
+async def async_program(url: str) -> None:
+    """Needs no reward of the whole, and those of an attempt that failed are gone."""
+    async with AsyncTinkerScriptClient(url) as client:
+        failed = await client.begin_episode()
         with pytest.raises(RequestRefusedError, match="has no call"):
-            await episode.reward("last", 1.0)
-        await asyncio.to_thread(call, episode, "a")
-        await episode.reward("last", 0.5)
-        second = await asyncio.to_thread(call, episode, "b")
-        await client.end_episode(episode, rewards={second: -0.25})
-    assert await rewards(setup) == (0.25, [0.5, -0.25])
+            await failed.reward("last", 1.0)
+        await asyncio.to_thread(call, failed, "a")
+        await failed.reward("last", 9.0)
+        await client.abort_episode(failed, "lost its way")
+        async with await client.begin_episode() as episode:
+            await asyncio.to_thread(call, episode, "a")
+            await episode.reward("last", 0.5)
+            second = await asyncio.to_thread(call, episode, "b")
+            await client.end_episode(episode, rewards={second: -0.25})
 
 
-async def test_the_rewards_of_an_attempt_that_failed_are_gone(setup: Setup) -> None:
+@pytest.mark.parametrize(
+    ("program", "reward", "of_calls"),
+    [
+        (blocking_program, 2.125, [0.5, 0.125, 0.5]),
+        (plain_function, 2.125, [0.5, 0.125, 0.5]),
+        (async_program, 0.25, [0.5, -0.25]),
+    ],
+)
+async def test_a_program_rewards_its_calls(
+    setup: Setup, program: Callable[[str], Awaitable[None]], reward: float, of_calls: list[float]
+) -> None:
     await setup.link.register(new_episodes("e"))
-    async with AsyncTinkerScriptClient(setup.url) as client:
-        episode = await client.begin_episode()
-        await asyncio.to_thread(call, episode, "a")
-        await episode.reward("last", 0.5)
-        await client.abort_episode(episode, "lost its way")
-        again = await client.begin_episode()
-        assert again.attempt == 2
-        await asyncio.to_thread(call, again, "a")
-        await client.end_episode(again, 1.0)
-    assert await rewards(setup) == (1.0, [0.0])
+    await program(setup.url)
+    outcome = (await collect(setup.link, 1))["e"]
+    assert isinstance(outcome, EpisodeAccepted)
+    assert outcome.reward == reward
+    assert [outcome.call_rewards.get(each.call_id, 0.0) for each in outcome.calls] == of_calls

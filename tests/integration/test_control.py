@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from interchange_helpers import collect, consumed, new_episodes
+from interchange_helpers import collect, consumed
 from interchange_setup import Setup, serving
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.cli import app
@@ -63,6 +63,9 @@ async def test_the_engine_from_the_command_line(
     await setup.link.flush()
     told = await control(setup, "status")
     assert r"ConfigError: no such\x1b[2J model" in told.stdout
+    setup.link.set_status(failure="", run_finished=True)
+    await setup.link.flush()
+    assert "the run is finished" in (await control(setup, "status")).stdout
     bad = tmp_path / "bad.yaml"
     bad.write_text("trainning: {}\n")
     unknown = await control(setup, "control", "start", str(bad), "--force")
@@ -96,10 +99,3 @@ async def test_a_client_registers_in_bulk_within_its_quota_and_looks_at_its_own(
     async with AsyncTinkerScriptClient(setup.url, client_uuid="me", token=token, timeout_s=0.0) as hasty:
         with pytest.raises(ServerUnreachableError, match="holds 6 unfinished episodes"):
             await hasty.register_episodes(more, group_size=2)
-
-
-async def test_a_finished_run_is_shown(setup: Setup) -> None:
-    await setup.link.register(new_episodes("e"))
-    setup.link.set_status(engine_status="ENGINE.OFFLINE", run_finished=True)
-    await setup.link.flush()
-    assert "the run is finished" in (await control(setup, "status")).stdout

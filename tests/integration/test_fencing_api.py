@@ -15,11 +15,11 @@ from interchange_helpers import (
     FAST,
     collect,
     consumed,
-    eventually,
-    new_episode,
     new_episodes,
     run_config,
+    scripted,
     trainer,
+    until,
 )
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
@@ -36,15 +36,6 @@ ADMIN = {"Authorization": f"Bearer {TOKENS[ADMIN_TOKEN]}"}
 
 def keys(reply: ClaimEpisodeResponse) -> list[tuple[str, int, str]]:
     return [(claim.episode_uuid, claim.attempt, claim.openai_api_key) for claim in (reply, *reply.more)]
-
-
-def end_of(claim: ClaimEpisodeResponse) -> dict[str, Any]:
-    return {
-        "client_uuid": claim.client_uuid,
-        "episode_uuid": claim.episode_uuid,
-        "attempt": claim.attempt,
-        "workflow_output": OUTPUT,
-    }
 
 
 # Repeated claims
@@ -107,11 +98,16 @@ class Gate:
         self._answer = answer
         self.asked, self.go = asyncio.Event(), asyncio.Event()
         self.requests: list[SampleRequest] = []
+        self.cancelled = 0
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         self.requests.append(request)
         self.asked.set()
-        await self.go.wait()
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         return await self._answer(request)
 
 
@@ -134,22 +130,6 @@ async def test_a_claim_does_not_expire_while_its_call_is_answered(tmp_path: Path
             await setup.metric_becomes("tinkerscript_expired_claims_total", 2)
             refused = await setup.call(claim.openai_api_key)
             assert (refused.status_code, refused.json()["error"]["code"]) == (409, "claim_lost")
-
-
-async def test_a_heartbeat_renews_and_answers(setup: Setup) -> None:
-    await setup.link.register(new_episodes("e", "canary"))
-    await setup.claim(allow_discard_timeout=0.5)
-    body = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1}
-
-    async def beat_until_the_canary_expired() -> bool:
-        reply = await setup.post("/heartbeat_episode", **body)
-        assert reply["can_continue"] is True, reply
-        assert reply["policy_version"] == 0
-        return await setup.metric("tinkerscript_expired_claims_total") == 1
-
-    await setup.claim("idle", allow_discard_timeout=1.0)
-    await eventually(beat_until_the_canary_expired)
-    await setup.post("/heartbeat_episode", 401, client_uuid="c", episode_uuid="e")
 
 
 # Pools
@@ -209,88 +189,51 @@ async def test_a_client_registers_into_its_own_pool_and_nowhere_else(
 # What an operator sees
 
 
-async def fail(http: httpx.AsyncClient, *names: str, pool: str = "") -> None:
-    """Use up the one attempt of each of these episodes."""
-    for name in names:
-        asked = await http.post("/claim_episode", json={"client_uuid": "c", "sends_key": True, "pool": pool})
-        claim = asked.json()
-        assert claim["episode_uuid"] == name
-        key = {"Authorization": f"Bearer {claim['openai_api_key']}"}
-        body = {"failure": {"kind": "boom"}}
-        assert (await http.post("/abort_episode", json=body, headers=key)).status_code == 200
-
-
-async def test_the_episode_buffer_in_pages_and_without_secrets(setup: Setup) -> None:
-    await setup.link.register([new_episode(name) for name in "abcde"])
-    claim = await setup.claim()
-    reply = await setup.http.post("/get_episode_buffer", json={})
-    assert claim.openai_api_key not in reply.text
-    assert "ts-" not in reply.text
-    buffer = reply.json()["buffer"]
-    assert [each["episode_uuid"] for each in buffer] == list("abcde")
-    assert (buffer[0]["episode_status"], buffer[0]["client_uuid"], buffer[0]["attempt"]) == (
-        "claimed",
-        "c",
-        1,
-    )
-    assert buffer[0]["latest_activity_timestamp"] > 1e9
-    assert (buffer[1]["episode_status"], buffer[1]["latest_activity_timestamp"]) == ("registered", 0)
-    seen, after = list[str](), 0
-    while after is not None:
-        page = await setup.post("/get_episode_buffer", limit=2, after=after)
-        seen += [each["episode_uuid"] for each in page["buffer"]]
-        after = page["next"]
-    assert seen == list("abcde")
-
-
-async def test_dead_letters_are_read_retried_and_dropped(tmp_path: Path, byte_model: Path) -> None:
+async def test_failed_episodes_are_listed_retried_and_dropped(tmp_path: Path, byte_model: Path) -> None:
     config = run_config(byte_model, max_attempts=1)
-    async with running_server(config, tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
-        async with httpx.AsyncClient(base_url=info.url) as http:
-            async with trainer(info.link_address) as link:
-                await link.register(new_episodes("a", "b"))
-            await http.post("/register_episode", json={"episode_uuid": "p", "client_uuid": "mine"})
-            await fail(http, "a", "b")
-            await fail(http, "p", pool="mine")
-            letters = (await http.get("/failed_episodes", params={"limit": 2})).json()
-            assert [each["episode_uuid"] for each in letters["episodes"]] == ["a", "b"]
-            assert letters["episodes"][0]["failures"][0]["kind"] == "boom"
-            rest = (await http.get("/failed_episodes", params={"after": letters["next"]})).json()
-            assert ([each["episode_uuid"] for each in rest["episodes"]], rest["next"]) == (["p"], None)
-            waiting = asyncio.create_task(
-                http.post("/claim_episode", json={"client_uuid": "d", "wait_s": 20}, timeout=30)
-            )
-            retried = await http.post("/failed_episodes/retry", json={"episode_uuids": ["a", "nobody"]})
-            assert retried.json()["done"] == ["a"]
-            assert "'nobody'" in retried.json()["refused"]["nobody"]
-            alias = (await waiting).json()["episode_uuid"]
-            assert alias.startswith("a~"), "somebody who waits gets it"
-            dropped = (await http.post("/failed_episodes/drop", json={"episode_uuids": ["b", "p"]})).json()
-            assert dropped["done"] == ["p"]
-            assert "its group waits" in dropped["refused"]["b"]
-            end = {"client_uuid": "d", "episode_uuid": alias, "workflow_output": OUTPUT}
-            assert (await http.post("/end_episode", json=end)).status_code == 200
-    async with running_server(config, tmp_path, environ={}, times=FAST) as (info, _):  # noqa: SIM117
-        async with httpx.AsyncClient(base_url=info.url) as http, trainer(info.link_address) as link:
-            await link.resume([])
-            found = await collect(link, 2)
-            assert isinstance(found["a"], EpisodeAccepted)
-            assert found["a"].retries[0]["kind"] == "boom", "failures are kept over a retry"
-            assert isinstance(found["b"], EpisodeFailed)
+    async with (
+        running_server(config, tmp_path, environ={}, times=FAST) as (info, _),
+        httpx.AsyncClient(base_url=info.url) as http,
+    ):
+        async with trainer(info.link_address) as link:
+            await link.register(new_episodes("a", "b"))
+        setup = Setup(http, link, info.url, tmp_path, scripted())
+        await setup.post("/register_episode", episode_uuid="p", client_uuid="mine")
+        claims = [await setup.claim(pool=pool) for pool in ("", "", "mine")]
+        shown = await http.post("/get_episode_buffer", json={"limit": 2})
+        assert not any(claim.openai_api_key in shown.text for claim in claims)
+        (rest,) = (await setup.post("/get_episode_buffer", after=shown.json()["next"]))["buffer"]
+        assert (rest["episode_uuid"], rest["episode_status"], rest["client_uuid"]) == ("p", "claimed", "c")
+        for name in ("a", "b", "p"):
+            await setup.post("/abort_episode", episode_uuid=name, attempt=1, failure={"kind": "boom"})
+        letters = (await http.get("/failed_episodes", params={"limit": 2})).json()
+        assert [each["episode_uuid"] for each in letters["episodes"]] == ["a", "b"]
+        assert letters["episodes"][0]["failures"][0]["kind"] == "boom"
+        rest = (await http.get("/failed_episodes", params={"after": letters["next"]})).json()
+        assert ([each["episode_uuid"] for each in rest["episodes"]], rest["next"]) == (["p"], None)
+        waiting = asyncio.create_task(setup.claim("d", wait_s=20))
+        retried = await setup.post("/failed_episodes/retry", episode_uuids=["a", "nobody"])
+        assert (retried["done"], "'nobody'" in retried["refused"]["nobody"]) == (["a"], True)
+        again = await waiting
+        assert (again.episode_uuid, again.attempt) == ("a", 2), "somebody who waits gets it"
+        dropped = await setup.post("/failed_episodes/drop", episode_uuids=["b", "p"])
+        assert (dropped["done"], "its group waits" in dropped["refused"]["b"]) == (["p"], True)
+        await setup.end(again)
+    async with serving(tmp_path, byte_model, max_attempts=1) as setup:
+        found = await collect(setup.link, 2)
+        assert isinstance(found["a"], EpisodeAccepted)
+        assert found["a"].retries[0]["kind"] == "boom", "failures are kept over a retry"
+        assert isinstance(found["b"], EpisodeFailed)
 
-            async def reason() -> str:
-                retry = {"episode_uuids": ["b"]}
-                return (await http.post("/failed_episodes/retry", json=retry)).json()["refused"]["b"]
+        async def reason() -> str:
+            return (await setup.post("/failed_episodes/retry", episode_uuids=["b"]))["refused"]["b"]
 
-            assert "was sent to the trainer, which may have used it" in await reason(), (
-                "it is on its way to a trainer"
-            )
-            await link.commit(consumed(found))
-            assert "has used the failure" in await reason()
-            for _ in range(2):
-                drop = await http.post("/failed_episodes/drop", json={"episode_uuids": ["b"]})
-                assert drop.json()["success"]
-            assert (await http.get("/failed_episodes")).json() == {"episodes": [], "next": None}
+        assert "was sent to the trainer, which may have used it" in await reason()
+        await setup.link.commit(consumed(found))
+        assert "has used the failure" in await reason()
+        for _ in range(2):
+            assert (await setup.post("/failed_episodes/drop", episode_uuids=["b"]))["success"]
+        assert (await setup.http.get("/failed_episodes")).json() == {"episodes": [], "next": None}
 
 
 async def test_an_operators_endpoints_need_the_admin(tmp_path: Path, byte_model: Path) -> None:
@@ -324,59 +267,50 @@ async def test_bodies_and_outputs_have_limits(tmp_path: Path, byte_model: Path) 
             for _ in range(17):
                 yield b"x" * 2**20
 
-        for content in (b" " * (2**24 + 1), chunks()):
-            for path in ("/claim_episode", "/v1/chat/completions"):
-                key = {"Authorization": f"Bearer {claim.openai_api_key}", "Content-Type": "application/json"}
-                if not isinstance(content, bytes):
-                    content = chunks()
+        key = {"Authorization": f"Bearer {claim.openai_api_key}", "Content-Type": "application/json"}
+        for path in ("/claim_episode", "/v1/chat/completions"):
+            for content in (b" " * (2**24 + 1), chunks()):
                 reply = await setup.http.post(path, content=content, headers=key)
-                assert reply.status_code == 413, reply.text
-                assert "the limit is 16777216" in reply.text
-        end = end_of(claim) | {"workflow_output": {"reward": 1, "metadata": {"log": "x" * 2**20}}}
-        refused = await setup.post("/end_episode", 413, **end)
-        assert refused["failure_reason"].startswith("workflow_output: has 1")
-        end = end_of(claim) | {"workflow_output": {"reward": [0.5, 0.6]}}
-        refused = await setup.post("/end_episode", 422, **end)
-        assert refused["failure_reason"].startswith(
-            "workflow_output.reward: must be a finite number from -1 to 1"
-        )
+                assert (reply.status_code, "the limit is 16777216" in reply.text) == (413, True), reply.text
+        for status, output, reason in (
+            (413, {"reward": 1, "metadata": {"log": "x" * 2**20}}, "workflow_output: has 1"),
+            (422, {"reward": [0.5, 0.6]}, "workflow_output.reward: must be a finite number from -1 to 1"),
+        ):
+            end = {"episode_uuid": "e", "attempt": 1, "workflow_output": output}
+            refused = await setup.post("/end_episode", status, **end)
+            assert refused["failure_reason"].startswith(reason)
         failure = {"kind": "boom", "message": "x" * 2**20}
-        abort = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1, "failure": failure}
-        await setup.post("/abort_episode", **abort)
+        await setup.post("/abort_episode", episode_uuid="e", attempt=1, failure=failure)
         ((kept,),) = [each["failures"] for each in (await setup.post("/get_episode_buffer"))["buffer"]]
         assert kept["message"] == "x" * REASON_CHARS
 
 
-async def test_calls_of_a_claim_are_limited_also_over_a_restart(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, totals=Totals(calls=2)) as setup:
-        await setup.link.register(new_episodes("e", "f"))
-        claim = await setup.claim()
-        assert (await setup.call(claim.openai_api_key)).status_code == 200
-    async with serving(tmp_path, byte_model, totals=Totals(calls=2)) as setup:
+async def test_calls_of_a_claim_are_limited_in_flight_and_over_a_restart(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    totals = Totals(calls=2)
+    async with serving(tmp_path, byte_model, totals=totals) as setup:
+        gate = Gate(setup.sampler.sample)
+        address = json.loads((tmp_path / "server.json").read_text())["link_address"]
+        async with trainer(address, gate.sample) as link:
+            await link.register(new_episodes("e", "f"))
+            claim, other = await setup.claim(), await setup.claim()
+            calls = [asyncio.create_task(setup.call(claim.openai_api_key, text)) for text in ("a", "b")]
+            await until(lambda: len(gate.requests) == 2)
+            third = await setup.call(claim.openai_api_key, "c")
+            assert (third.status_code, third.headers["Retry-After"]) == (429, "1")
+            calls.pop().cancel()
+            await until(lambda: gate.cancelled == 1, "the end of the sample whose caller hung up")
+            gate.go.set()
+            assert (await calls[0]).status_code == 200
+    async with serving(tmp_path, byte_model, totals=totals) as setup:
         assert (await setup.call(claim.openai_api_key)).status_code == 200
         refused = await setup.call(claim.openai_api_key)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "claim_limit_exceeded")
         assert "2 model calls" in refused.json()["error"]["message"]
-        other = await setup.claim()
         assert (await setup.call(other.openai_api_key)).status_code == 200, "of this claim alone"
         setup.keys["e", 1] = claim.openai_api_key
         await setup.end(claim)  # Its result still counts.
-
-
-async def test_calls_in_flight_count_against_the_limit(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, totals=Totals(calls=2)) as setup:
-        gate = Gate(setup.sampler.sample)
-        address = json.loads((tmp_path / "server.json").read_text())["link_address"]
-        async with trainer(address, gate.sample) as link:
-            await link.register(new_episodes("e"))
-            claim = await setup.claim()
-            calls = [asyncio.create_task(setup.call(claim.openai_api_key, text)) for text in ("a", "b")]
-            await eventually(lambda: asyncio.sleep(0, len(gate.requests) == 2))
-            third = await setup.call(claim.openai_api_key, "c")
-            assert (third.status_code, third.headers["Retry-After"]) == (429, "1")
-            gate.go.set()
-            assert [(await call).status_code for call in calls] == [200, 200]
-            assert (await setup.call(claim.openai_api_key, "c")).status_code == 403
 
 
 async def test_tokens_of_a_claim_are_limited(tmp_path: Path, byte_model: Path) -> None:
@@ -389,19 +323,3 @@ async def test_tokens_of_a_claim_are_limited(tmp_path: Path, byte_model: Path) -
         assert setup.sampler.requests[-1].max_tokens == 2, "no more than the claim has left"
         refused = await setup.call(claim.openai_api_key)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "claim_limit_exceeded")
-
-
-async def test_one_client_holds_so_many_claims_and_no_more(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, totals=Totals(claims=2)) as setup:
-        await setup.link.register(new_episodes(*"abc"))
-        first = await setup.claim(max_episodes=5)
-        assert len(keys(first)) == 2
-        refused = await setup.claim(wait_s=20)
-        assert refused.fail_cause.startswith(NO_EPISODES)
-        assert "holds 2 claims" in refused.fail_cause
-        assert refused.retry_after_s > 0
-        await setup.end(first)
-        assert (await setup.claim()).episode_uuid == "c"
-
-
-# Whole paths

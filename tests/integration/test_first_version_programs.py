@@ -14,7 +14,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from interchange_helpers import collect, new_episode, new_episodes
+from interchange_helpers import collect, new_episodes
 from interchange_setup import Setup
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
@@ -99,6 +99,10 @@ class FirstVersion:
         self._http.close()
 
 
+METRICS = {"turns": [1, 2, 3], "score": {"fuzzy": [0.5, 1.0]}}
+"""As that client sends them: they lose no reward."""
+
+
 async def accepted(setup: Setup, number: int) -> dict[str, EpisodeAccepted]:
     found = await collect(setup.link, number)
     return {uuid: each for uuid, each in found.items() if isinstance(each, EpisodeAccepted)}
@@ -137,7 +141,11 @@ async def test_the_demo_trains_on_everything_that_the_trainer_registered(setup: 
             assert client.can_continue_episode(claimed.episode_uuid)
             rewards.append(float(number))
             assert client.end_episode(
-                claimed.episode_uuid, reward=rewards[-1], is_success=number > 0, metadata={"answer": answer}
+                claimed.episode_uuid,
+                reward=[0.25, rewards[-1]],
+                is_success=number > 0,
+                metadata={"answer": answer},
+                log_metrics=METRICS,
             )
         client.close()
         return rewards
@@ -145,51 +153,38 @@ async def test_the_demo_trains_on_everything_that_the_trainer_registered(setup: 
     told = await asyncio.gather(asyncio.to_thread(demo), asyncio.to_thread(demo))
     outcomes = await accepted(setup, 6)
     assert outcomes.keys() == set("abcdef")
-    assert sorted(each.reward for each in outcomes.values()) == sorted([*told[0], *told[1]])
+    assert sorted(each.reward - 0.25 for each in outcomes.values()) == sorted([*told[0], *told[1]])
     assert all(len(each.calls) == 2 for each in outcomes.values())
-    assert all(each.is_success is (each.reward > 0) for each in outcomes.values())
+    assert all(each.is_success is (each.reward > 0.25) for each in outcomes.values())
+    assert all(each.log_metrics == {"turns": 2, "score/fuzzy": 0.75} for each in outcomes.values())
 
 
-async def test_a_lone_program_that_abandons_an_episode_is_given_it_again(setup: Setup) -> None:
-    """Its rollout raised, it told nobody, and the lease ran out; what still comes of it does not count."""
+async def test_a_lone_program_that_gives_up_an_episode_is_given_it_again(setup: Setup) -> None:
+    """Its rollout raised, it told nobody or gave no reason; what still comes of it does not count."""
     await setup.link.register(new_episodes("e"))
 
     def lone() -> None:
         client = FirstVersion(setup.url)
+        aborted = client.begin_episode()
+        assert client.abort_episode(aborted.episode_uuid)
         abandoned = client.begin_episode(discard_episode_timeout=0.2)
         again = client.begin_episode()
-        assert again.episode_uuid != abandoned.episode_uuid
-        assert not client.can_continue_episode(abandoned.episode_uuid)
-        with pytest.raises(httpx.HTTPStatusError, match="409"):
-            client.end_episode(abandoned.episode_uuid, reward=9.0)
-        with pytest.raises(httpx.HTTPStatusError, match="409"):
-            client.chat(abandoned, "late")
+        for lost in (aborted, abandoned):
+            assert lost.episode_uuid != again.episode_uuid
+            assert not client.can_continue_episode(lost.episode_uuid)
+            with pytest.raises(httpx.HTTPStatusError, match="409"):
+                client.end_episode(lost.episode_uuid, reward=9.0)
+            with pytest.raises(httpx.HTTPStatusError, match="409"):
+                client.chat(lost, "late")
         client.chat(again, "1+1")
-        assert client.end_episode(again.episode_uuid, reward=0.5)
-        assert client.end_episode(again.episode_uuid, reward=0.5), "repeated, as after a lost reply"
+        for _ in range(2):
+            assert client.end_episode(again.episode_uuid, reward=0.5), "repeated, as after a lost reply"
         client.close()
 
     await asyncio.to_thread(lone)
     outcome = (await accepted(setup, 1))["e"]
-    assert (outcome.reward, outcome.attempt, len(outcome.calls)) == (0.5, 2, 1)
-
-
-async def test_an_abort_without_a_reason_hands_the_episode_out_again(setup: Setup) -> None:
-    await setup.link.register(new_episodes("e"))
-
-    def program() -> None:
-        one, other = FirstVersion(setup.url), FirstVersion(setup.url)
-        first = one.begin_episode()
-        assert one.abort_episode(first.episode_uuid)
-        second = other.begin_episode()
-        assert not one.can_continue_episode(first.episode_uuid)
-        assert other.end_episode(second.episode_uuid, reward=1.0)
-        one.close()
-        other.close()
-
-    await asyncio.to_thread(program)
-    outcome = (await accepted(setup, 1))["e"]
-    assert [failure["kind"] for failure in outcome.retries] == ["aborted"]
+    assert (outcome.reward, outcome.attempt, len(outcome.calls)) == (0.5, 3, 1)
+    assert [failure["kind"] for failure in outcome.retries] == ["aborted", "lease_expired"]
 
 
 async def test_a_program_registers_its_own_and_reads_the_buffer(setup: Setup) -> None:
@@ -220,35 +215,3 @@ async def test_a_program_registers_its_own_and_reads_the_buffer(setup: Setup) ->
     )
     assert (second.episode_status, second.openai_api_key) == ("registered", "")
     assert isinstance((await collect(setup.link, 1))["mine"], EpisodeAccepted)
-
-
-FLAT = {"turns": 2, "score/exact": 1, "score/fuzzy": 0.75}
-
-
-@pytest.mark.parametrize(
-    ("metrics", "recorded"),
-    [
-        (
-            {"turns": [1, 2, 3], "score": {"exact": 1, "fuzzy": [0.5, 1.0]}},
-            FLAT,
-        ),
-        ([0.25, 0.75], {"0": 0.25, "1": 0.75}),
-        (None, {}),
-    ],
-)
-async def test_metrics_as_that_client_sends_them_lose_no_reward(
-    setup: Setup, metrics: Any, recorded: dict[str, float]
-) -> None:
-    await setup.link.register([new_episode("e", "eval")])
-
-    def program() -> None:
-        client = FirstVersion(setup.url)
-        claimed = client.begin_episode(episode_type="eval")
-        assert client.end_episode(
-            claimed.episode_uuid, reward=[0.5, 0.25], is_success=True, metadata={}, log_metrics=metrics
-        )
-        client.close()
-
-    await asyncio.to_thread(program)
-    outcome = (await accepted(setup, 1))["e"]
-    assert (outcome.reward, outcome.is_success, outcome.log_metrics) == (0.75, True, recorded)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import random
 import re
-import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,10 +14,8 @@ import httpx
 import openai
 import pytest
 from aiohttp import web
-from inspect_ai.dataset import Sample
 
-from inspect_tinker_bridge.conversion import sample_summary
-from interchange_helpers import FAST, collect, new_episode, new_episodes, run_config, trainer
+from interchange_helpers import FAST, collect, new_episodes, run_config, trainer
 from interchange_setup import Setup
 from outside_chat import KEY, OutsideChat, outside_chat
 from tinkerscript.config import RunConfig
@@ -85,6 +79,7 @@ async def test_a_judge_answers_in_every_dialect_and_never_trains(tmp_path: Path,
         judged(tmp_path, byte_model, outside) as setup,
     ):
         claim = await claim_of(setup)
+        assert claim.roles == ["judge"]
         url, key = claim.openai_base_url, claim.openai_api_key
         async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
             asked: list[Any] = [{"role": "user", "content": "how good?"}]
@@ -213,35 +208,24 @@ async def asked(
     )
 
 
-async def test_a_server_that_is_slow_or_gone_is_named(tmp_path: Path, byte_model: Path) -> None:
+async def test_calls_and_timeouts_of_a_role_use_up_what_the_claim_may(
+    tmp_path: Path, byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may charge for what timed out."""
+    monkeypatch.setattr("tinkerscript.gateway.outside_model.MAX_TIMEOUTS", 2)
     async with (
-        outside_chat(lambda request: "late") as outside,
-        judged(tmp_path, byte_model, outside, call_timeout_s=0.2) as setup,
+        outside_chat(lambda request: "fine") as outside,
+        judged(tmp_path, byte_model, outside, call_timeout_s=0.2, totals=Totals(calls=2)) as setup,
     ):
+        key = (await claim_of(setup)).openai_api_key
+        assert (await asked(setup, key)).status_code == 200
         outside.go.clear()
-        claim = await claim_of(setup)
-        first, second = await asyncio.gather(
-            *(asked(setup, claim.openai_api_key, text) for text in ("one", "two"))
-        )
-        assert (first.status_code, second.status_code) == (504, 504)
-        assert "the role 'judge'" in first.text
-        last = 0
-        for number in range(20):
-            last = (await asked(setup, claim.openai_api_key, str(number))).status_code
-            if last == 403:
-                break
-        assert last == 403  # A server may charge for what timed out.
-
-
-async def test_calls_of_a_role_use_up_the_claims_limit(tmp_path: Path, byte_model: Path) -> None:
-    async with (
-        outside_chat(lambda request: "ok") as outside,
-        judged(tmp_path, byte_model, outside, totals=Totals(calls=3)) as setup,
-    ):
-        claim = await claim_of(setup)
-        codes = [(await asked(setup, claim.openai_api_key, str(n))).status_code for n in range(4)]
-        assert codes == [200, 200, 200, 403]
-        assert (await setup.call(claim.openai_api_key)).status_code == 403
+        for text in ("one", "two"):
+            reply = await asked(setup, key, text)
+            assert (reply.status_code, "the role 'judge'" in reply.text) == (504, True)
+        refused = await asked(setup, key, "three")
+        assert (refused.status_code, "have timed out" in refused.text) == (403, True)
+        assert [(await setup.call(key)).status_code for _ in range(2)] == [200, 403]
         assert len(outside.requests) == 3
 
 
@@ -310,49 +294,12 @@ async def test_a_key_that_is_not_set_is_said_at_the_start(tmp_path: Path, byte_m
             pass
 
 
-FORGED_NAMES = [
-    *(
-        "Judge",
-        "JUDGE",
-        "judge ",
-        " judge",
-        "judge\u200b",
-        "jud\u0261e",
-        "\uff4audge",
-        "judge\x00",
-        "judge\n",
-    ),
-    *("judge/", "../judge", "judge%20", "%6audge", "models/judge", "judge:latest", "judge?x=1", "judge#"),
-    *(
-        "policy/judge",
-        "policy\rjudge",
-        "critic",
-        "big",
-        "",
-        "null",
-        "judge\u0301",
-        "\u202ejudge",
-        "roles.judge",
-    ),
-]
-FORGED_HEADERS: list[dict[str, str]] = [
-    *({name: "judge"} for name in ("X-Role", "X-Model", "OpenAI-Organization", "X-Forwarded-Host", "Host")),
-    *({"X-Original-URL": "/v1/judge"}, {"Idempotency-Key": "judge"}, {}),
-]
-FORGED_PATHS = [
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-    *("/agent/v1/chat/completions", "/agent/v1/messages", "/v1/messages/count_tokens"),
-    *("/v1/responses/input_tokens", "/v1/judge/chat/completions", "/judge/v1/chat/completions"),
-    *("/v1/../judge/v1/chat/completions", "/g/1/v1/chat/completions"),
-]
+FORGED_NAMES = ["Judge", "judge ", "judge\u200b", "jud\u0261e", "judge\x00", "models/judge", "big", ""]
+FORGED_PATHS = ["/judge/v1/chat/completions", "/v1/judge/chat/completions", "/g/1/v1/chat/completions"]
+PATHS = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/agent/v1/chat/completions"]
 
 
-async def test_hundreds_of_forged_attempts_reach_no_role_and_see_no_key(
-    tmp_path: Path, byte_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG)
-    rng = random.Random(7)
-    seen = list[bytes]()
+async def test_no_forged_name_key_or_path_reaches_a_role(tmp_path: Path, byte_model: Path) -> None:
     async with (
         outside_chat(lambda request: "THE JUDGE SPOKE") as outside,
         judged(tmp_path, byte_model, outside) as setup,
@@ -360,37 +307,20 @@ async def test_hundreds_of_forged_attempts_reach_no_role_and_see_no_key(
         claim, lost = await claim_of(setup, "a"), await claim_of(setup, "b")
         await setup.end(lost)
         own, over = claim.openai_api_key, lost.openai_api_key
-        forged_keys = [*(KEY, over, own[:-1], own + "x", own.upper(), own[::-1]), "judge", f"{own},{KEY}"]
-        for number in range(300):
-            if number % 2:  # The true name, without a claim that is held.
-                name, key = "judge", rng.choice(forged_keys)
-            else:
-                name, key = rng.choice(FORGED_NAMES), own
-            path = rng.choice(FORGED_PATHS)
-            body: dict[str, Any] = {"model": name, "max_tokens": 5}
-            body |= (
-                {"messages": [{"role": "user", "content": "hi"}]} if "resp" not in path else {"input": "hi"}
-            )
-            if path.endswith("/completions") and "chat" not in path:
-                body = {"model": name, "prompt": "hi"}
+        forged_keys = [KEY, over, own[:-1], own + "x", own.upper(), f"{own},{KEY}"]
+        attempts = [(name, own, path) for name in FORGED_NAMES for path in PATHS]
+        attempts += [("judge", own, path) for path in FORGED_PATHS]
+        attempts += [("judge", key, path) for key in forged_keys for path in PATHS]
+        for name, key, path in attempts:
+            said = {"input": "hi"} if "resp" in path else {"messages": [{"role": "user", "content": "hi"}]}
+            text = json.dumps({"model": name, "max_tokens": 5} | said)
             headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-            headers |= rng.choice(FORGED_HEADERS)
-            text = json.dumps(body, ensure_ascii=bool(number % 3))
-            if number % 5 == 0:  # Two names: readers must agree on which counts.
-                text = '{"model": "judge", ' + text[1:]
-            reply = await setup.http.post(path, content=text.encode(), headers=headers)
-            assert reply.status_code >= 400, (name, path, reply.text)
-            seen.append(reply.content)
+            # With two names, all readers must agree on which counts.
+            for body in (text, '{"model": "judge", ' + text[1:]):
+                reply = await setup.http.post(path, content=body, headers=headers | {"X-Role": "judge"})
+                assert reply.status_code >= 400, (name, path, reply.text)
+                assert KEY not in reply.text
         assert outside.requests == []
-        seen.append((await setup.http.get("/metrics")).content)
-        seen.append((await setup.http.get("/openapi.json")).content)
-        assert (await asked(setup, own)).json()["choices"][0]["message"]["content"] == "THE JUDGE SPOKE"
-        outcomes = await collect(setup.link, 1)
-        assert set(outcomes) == {lost.episode_uuid}
-        assert [call.role for call in await calls_of_result(setup, claim)] == ["judge"]
-    assert not any(b"JUDGE SPOKE" in each or KEY.encode() in each for each in seen)
-    assert KEY not in caplog.text
-    assert not any(KEY.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
 
 
 def test_names_and_addresses_that_cannot_be_are_refused(byte_model: Path) -> None:
@@ -401,61 +331,3 @@ def test_names_and_addresses_that_cannot_be_are_refused(byte_model: Path) -> Non
             RunConfig.model_validate(data | {"roles": {name: judge}})
     with pytest.raises(ValueError, match="password"):
         RunConfig.model_validate(data | {"roles": {"judge": judge | {"base_url": "http://a:b@localhost"}}})
-
-
-GRADED = """
-from inspect_ai import Task, task
-from inspect_ai.dataset import Sample
-from inspect_ai.model import get_model
-from inspect_ai.scorer import Score, accuracy, scorer
-from inspect_ai.solver import generate, solver
-
-@solver
-def hinted():
-    async def solve(state, generate):
-        state.user_prompt.text = (await get_model(role="judge").generate("A hint?")).completion
-        return state
-    return solve
-
-@scorer(metrics=[accuracy()])
-def judged():
-    async def score(state, target):
-        verdict = await get_model(role="judge").generate(f"How good is {state.output.completion}?")
-        return Score(value=float(len(verdict.completion)))
-    return score
-
-@task
-def graded():
-    return Task(dataset=[Sample(input="1+1", id=1)], solver=[hinted(), generate()], scorer=judged())
-"""
-
-
-async def test_a_worker_that_is_told_nothing_gives_inspect_the_runs_roles(
-    tmp_path: Path, byte_model: Path
-) -> None:
-    """As a process on its own: what the judge says does not train."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "graded.py").write_text(GRADED, encoding="utf-8")
-    task = f"{tmp_path / 'graded.py'}@graded"
-    sample = sample_summary(Sample(input="1+1", id=1))
-    payload = json.dumps({"task": "graded.py@graded", "sample": sample}).encode()
-    async with (
-        outside_chat(lambda request: "fine") as outside,
-        judged(tmp_path / "run", byte_model, outside) as setup,
-    ):
-        await setup.link.register([new_episode("a", payload=payload), new_episode("b", payload=payload)])
-        command = [sys.executable, "-m", "tinkerscript", "worker", "--task", task, "--server", setup.url]
-        worker = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-        try:
-            outcomes = (await collect(setup.link, 2)).values()
-        finally:
-            worker.send_signal(signal.SIGINT)
-            _, said = await worker.communicate()
-        for outcome in outcomes:
-            assert isinstance(outcome, EpisodeAccepted), said.decode()
-            assert outcome.reward == len("fine")
-            assert [call.role for call in outcome.all_calls] == ["judge", "", "judge"]
-            (rollout,) = merge_calls(outcome.all_calls, episode_uuid=outcome.episode_uuid)
-            assert [segment.call.role for segment in rollout.segments] == [""]
-        texts = [request["messages"][-1]["content"] for request in outside.requests]
-        assert sorted(text[:8] for text in texts) == ["A hint?", "A hint?", "How good", "How good"]

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from interchange_helpers import collect, new_episodes
-from interchange_setup import OUTPUT, Setup, serving
+from interchange_helpers import new_episodes
+from interchange_setup import Setup, serving
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
 from tinkerscript.limits import EPISODE_BYTES, Totals
 from tinkerscript.protocol import NO_EPISODES
-from tinkerscript.server import interchange
-from tinkerscript.trainer_link.messages import BatchProgress, EpisodeAccepted, NewEpisode
+from tinkerscript.trainer_link.messages import BatchProgress
 
 TOKENS = {CLIENT_TOKEN: "client-token-of-tests", ADMIN_TOKEN: "admin-token-of-tests"}
 
@@ -89,41 +87,6 @@ async def test_the_copies_of_a_sample_are_registered_together_or_not_at_all(
         assert too_long["failure_reason"] == (
             "episode_uuid: with the number of the last copy, #2, has 201 characters; 1 to 200 are allowed"
         )
-
-
-async def test_a_request_registers_a_bounded_number_and_reads_each_payload_once(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checked = list[str]()
-    check = interchange.check_episode
-
-    def counting(new: NewEpisode) -> None:
-        checked.append(new.episode_uuid)
-        check(new)
-
-    monkeypatch.setattr(interchange, "check_episode", counting)
-    registered = await setup.post("/register_episodes", episodes=[sample("a", copies=1000), sample("b")])
-    assert len(registered["registered"]) == 1001
-    assert checked == ["a", "b"]
-    many = [sample(f"m{number}", copies=1024) for number in range(5)]
-    refused = await setup.post("/register_episodes", 422, episodes=many)
-    assert "episodes with their copies" in refused["failure_reason"]
-
-
-async def test_one_registration_is_worked_on_by_several_passive_clients(setup: Setup) -> None:
-    """They register nothing, and each has a claim and a key of its own; a claim may be shared as well."""
-    await setup.post("/register_episode", **sample("s", copies=3))
-    claims = [await setup.claim(f"passive-{number}", pool="me") for number in range(3)]
-    assert [claim.episode_uuid for claim in claims] == ["s", "s#2", "s#3"]
-    assert not (await setup.claim("late", pool="me")).success
-    calls = (setup.call(claim.openai_api_key, text) for claim in claims[:2] for text in ("1+1", "2+2"))
-    assert {reply.status_code for reply in await asyncio.gather(*calls)} == {200}, "two programs, one claim"
-    for claim in claims:
-        names = {"episode_uuid": claim.episode_uuid, "attempt": 1}
-        await setup.post("/end_episode", **names, workflow_output=OUTPUT)
-    outcomes = await collect(setup.link, 3)
-    assert {(each.group_id, each.group_size) for each in outcomes.values()} == {("me/of s", 3)}
-    assert [len(each.calls) for each in outcomes.values() if isinstance(each, EpisodeAccepted)] == [2, 2, 0]
 
 
 async def test_whether_an_episode_is_claimed(setup: Setup) -> None:

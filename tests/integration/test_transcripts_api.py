@@ -10,17 +10,10 @@ import httpx
 import pytest
 
 from interchange_helpers import collect, consumed, new_episodes
-from interchange_setup import OUTPUT, Setup, serving
+from interchange_setup import Setup, serving
 from run_ledger import ask, dictionaries
 from tinkerscript.ledger.compression import unpacked
 from tinkerscript.server.routes import episodes as route
-
-
-@pytest.fixture
-async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
-    async with serving(tmp_path, byte_model, max_attempts=2) as made:
-        made.link.set_status(engine_status="ENGINE.ROLLING")
-        yield made
 
 
 async def send(setup: Setup, key: str, body: bytes = b"told", status: int = 200) -> httpx.Response:
@@ -39,28 +32,23 @@ def stored(run_dir: Path) -> list[tuple[str, int, bytes]]:
     return [(uuid, attempt, unpacked(data, known)) for uuid, attempt, data in found]
 
 
-async def test_the_transcripts_of_all_attempts_are_kept(setup: Setup) -> None:
-    await setup.link.register(new_episodes("a", "b"))
-    first = await setup.claim()
-    assert (first.episode_uuid, first.max_transcript_bytes) == ("a", 2**20)
-    await send(setup, first.openai_api_key, b"draft")
-    await send(setup, first.openai_api_key, b"\x00why it failed\xff")
-    await setup.post("/abort_episode", episode_uuid="a", attempt=1, failure={"kind": "k", "message": "m"})
-    again = await setup.claim()
-    assert (again.episode_uuid, again.attempt) == ("a", 2)
-    await send(setup, again.openai_api_key, b"how it went")
-    await setup.post("/end_episode", episode_uuid="a", attempt=2, workflow_output=OUTPUT)
-    for attempt in (1, 2):
-        claim = await setup.claim()
-        assert (claim.episode_uuid, claim.attempt) == ("b", attempt)
-        if attempt == 2:
-            await send(setup, claim.openai_api_key, b"the last one")
-        failure = {"kind": "k", "message": "m"}
-        await setup.post("/abort_episode", episode_uuid="b", attempt=attempt, failure=failure)
-    left = [("a", 1, b"\x00why it failed\xff"), ("a", 2, b"how it went"), ("b", 2, b"the last one")]
-    assert stored(setup.run_dir) == left
-    await setup.link.commit(consumed(await collect(setup.link, 2)))
-    assert stored(setup.run_dir) == left, "they stay"
+async def test_the_transcripts_of_all_attempts_are_kept_over_a_restart(
+    tmp_path: Path, byte_model: Path
+) -> None:
+    async with serving(tmp_path, byte_model) as setup:
+        await setup.link.register(new_episodes("a"))
+        first = await setup.claim()
+        assert first.max_transcript_bytes == 2**20
+        await send(setup, first.openai_api_key, b"draft")
+        await send(setup, first.openai_api_key, b"\x00why it failed\xff")
+        await setup.post("/abort_episode", episode_uuid="a", attempt=1, failure={"kind": "k"})
+        again = await setup.claim()
+        await send(setup, again.openai_api_key, b"how it went")
+    async with serving(tmp_path, byte_model) as setup:
+        setup.keys["a", 2] = again.openai_api_key
+        await setup.end(again)
+        await setup.link.commit(consumed(await collect(setup.link, 1)))
+        assert stored(tmp_path) == [("a", 1, b"\x00why it failed\xff"), ("a", 2, b"how it went")]
 
 
 async def test_only_the_claim_that_holds_the_lease_leaves_one(setup: Setup) -> None:
@@ -68,7 +56,7 @@ async def test_only_the_claim_that_holds_the_lease_leaves_one(setup: Setup) -> N
     claim = await setup.claim()
     await send(setup, "", status=401)
     await send(setup, "ts-made-up", status=401)
-    await setup.post("/end_episode", episode_uuid="a", attempt=1, workflow_output=OUTPUT)
+    await setup.end(claim)
     late = await send(setup, claim.openai_api_key, status=409)
     assert "has ended with its result" in late.json()["failure_reason"]
     assert stored(setup.run_dir) == []
@@ -120,15 +108,3 @@ async def test_no_more_is_received_at_once_than_there_is_room_for(
     assert b"200 OK" in await reader.readline()
     writer.close()
     await send(setup, second.openai_api_key, b"y" * 100)
-
-
-async def test_a_transcript_survives_a_restart_of_the_server(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model) as setup:
-        setup.link.set_status(engine_status="ENGINE.ROLLING")
-        await setup.link.register(new_episodes("a"))
-        await send(setup, (await setup.claim()).openai_api_key, b"before")
-        key = setup.keys["a", 1]
-    async with serving(tmp_path, byte_model) as setup:
-        setup.keys["a", 1] = key
-        await setup.post("/end_episode", episode_uuid="a", attempt=1, workflow_output=OUTPUT)
-        assert stored(setup.run_dir) == [("a", 1, b"before")]

@@ -18,6 +18,7 @@ from tinkerscript.protocol import ClaimEpisodeResponse
 from tinkerscript.server.episodes.book import EpisodeBook
 from tinkerscript.testing import ScriptedSampler
 from tinkerscript.tokenizer import LightTokenizer
+from tinkerscript.trainer_link.framing import MAX_MESSAGE_BYTES
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,6 +34,9 @@ SEAMS: dict[str, tuple[type[Any], str]] = {
     "trainer message": (EpisodeBook, "cancel"),
 }
 """Stage -> the class and the method that does it."""
+
+REASONS = {"delivery": "planted: delivery", "size": f"carries {MAX_MESSAGE_BYTES}"}
+"""Stage of the delivery to the trainer -> part of the reason with which the episode fails."""
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ async def end(server: Setup, claim: ClaimEpisodeResponse) -> httpx.Response:
     return await server.http.post("/end_episode", json={"workflow_output": OUTPUT}, headers=headers)
 
 
-@pytest.mark.parametrize("stage", [*SEAMS, "sample", "record", "delivery"])
+@pytest.mark.parametrize("stage", [*SEAMS, "sample", "record", *REASONS])
 async def test_a_defect_at_one_stage_is_its_own_request_alone(
     server: Setup, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,7 +83,8 @@ async def test_a_defect_at_one_stage_is_its_own_request_alone(
     assert isinstance(outcomes["neighbor"], EpisodeAccepted)
     assert isinstance(outcomes["later"], EpisodeAccepted)
     assert [len(outcomes[name].calls) for name in ("neighbor", "later")] == [1, 1]  # type: ignore[union-attr]
-    if stage == "delivery":
+    if stage in REASONS:
         assert isinstance(failed := outcomes[VICTIM], EpisodeFailed)
-        assert "planted: delivery" in str(failed.failures)
+        assert "undeliverable" in str(failed.failures)
+        assert REASONS[stage] in str(failed.failures)
     assert (await server.status()).trainer_connected
