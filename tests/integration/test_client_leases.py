@@ -38,12 +38,16 @@ def client_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "client"]
 
 
-def test_a_claim_whose_reply_is_lost_comes_with_the_repetition(exchange: Exchange, url: str) -> None:
-    exchange.lose_replies = ["/claim_episode"]
-    exchange.busy = ["/claim_episode"]
+def test_what_follows_a_lost_reply_or_a_busy_server_repeats_the_request(exchange: Exchange, url: str) -> None:
+    exchange.lose_replies = ["/claim_episode", "/end_episode"]
+    exchange.busy = ["/claim_episode", "/end_episode", "/end_episode"]
     with TinkerScriptClient(url) as client:
-        assert client.begin_episode().episode_uuid == "e0"
-        assert client.begin_episode().episode_uuid == "e1"
+        first, second = client.begin_episode(), client.begin_episode()
+        assert (first.episode_uuid, second.episode_uuid) == ("e0", "e1")
+        for _ in range(2):
+            client.end_episode(first, 1.0)
+    assert len(exchange.ends) == 3
+    assert len({end.model_dump_json() for end in exchange.ends}) == 1
 
 
 def test_a_block_keeps_its_claim_alive_and_leaves_no_thread(exchange: Exchange, url: str) -> None:
@@ -117,20 +121,24 @@ def test_the_blocks_own_error_is_seen_when_the_server_is_gone(exchange: Exchange
         raise KeyError
 
 
-def test_a_block_without_a_result_gives_its_episode_back_and_says_so(
+def test_a_block_that_raises_or_has_no_result_gives_its_episode_back(
     exchange: Exchange, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    exchange.queue.append("e3")
     with TinkerScriptClient(url) as client, caplog.at_level(logging.WARNING):
         with client.begin_episode():
             """A program that forgot its result."""
-        (abort,) = exchange.aborted
-        assert (abort.episode_uuid, abort.failure.kind) == ("e0", "no_result")
         assert "e0 is given back: its block ended without a result" in caplog.text
+        with pytest.raises(KeyError), client.begin_episode():
+            raise KeyError("target")
         with client.begin_episode() as given_back:
             client.abort_episode(given_back, "not today")
         with client.begin_episode() as ended:
             client.end_episode(ended, 1.0)
-    assert [each.failure.kind for each in exchange.aborted] == ["no_result", "aborted"]
+    aborts = [(each.episode_uuid, each.failure.kind) for each in exchange.aborted]
+    assert aborts == [("e0", "no_result"), ("e1", "task_error"), ("e2", "aborted")]
+    assert exchange.aborted[1].failure.message == "KeyError: 'target'"
+    assert exchange.keys == [f"key-e{number}" for number in range(4)]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -274,12 +282,10 @@ def test_a_group_is_registered_into_the_clients_own_pool(exchange: Exchange, url
         again = client.register_episode(payload, task_id="t1", group_size=4, round="2", episode_type="eval")
         elsewhere = other.register_episode(payload, task_id="t1", group_size=4)
         assert len({*uuids, *again, *elsewhere}) == 12
-        registered = exchange.pools["mine"]
-        assert [episode.episode_uuid for episode in registered] == [*uuids, *again]
-        assert [(e.task_id, e.group_size, e.episode_type) for e in registered[3:5]] == [
-            ("t1", 4, "train"),
-            ("t1#2", 4, "eval"),
+        registered = [
+            (e.episode_uuid, e.task_id, e.group_size, e.episode_type) for e in exchange.pools["mine"]
         ]
+        assert registered[3:5] == [(uuids[3], "t1", 4, "train"), (again[0], "t1#2", 4, "eval")]
         with pytest.raises(RequestRefusedError, match="other content"):
             client.register_episode({"input": "2+2"}, task_id="t1", group_size=4)
         assert client.begin_episode(pool=client.pool).payload == payload

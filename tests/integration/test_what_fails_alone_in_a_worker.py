@@ -59,6 +59,7 @@ def nested() -> Any:
 
 ROLLOUTS: dict[str, tuple[Callable[[], Any], str]] = {
     "raises": (raising(RuntimeError("planted: rollout")), "RuntimeError: planted: rollout"),
+    "raises the end of an iterator": (raising(StopIteration()), "StopIteration"),
     "exits": (raising(SystemExit(3)), "SystemExit: 3"),
     "is cancelled": (raising(asyncio.CancelledError()), "CancelledError"),
     "raises what is no Exception": (raising(Abrupt("planted")), "Abrupt: planted"),
