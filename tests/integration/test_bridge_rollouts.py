@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from inspect_ai import Task
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import exact, match
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
-from inspect_ai.util import SandboxEnvironment, sandboxenv
-from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs
+from tinker_cookbook.completers import TokensWithLogprobs
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.data_processing import trajectory_to_data
-from tinker_cookbook.rl.rollout_strategy import MinViableGroup
 from tinker_cookbook.rl.rollouts import (
     do_group_rollout,
 )
@@ -27,7 +24,7 @@ from tinker_cookbook.rl.types import Trajectory
 import bridge_tasks
 from bridge_parts import END, Says, bytes_renderer, call, calls_of
 from bridge_tasks import ScriptedSampling
-from inspect_tinker_bridge import RunnerError, load_environment
+from inspect_tinker_bridge import load_environment
 from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.trainers import to_datum
@@ -38,34 +35,6 @@ FILE = f"{Path(bridge_tasks.__file__)}@adding"
 @pytest.fixture(scope="module")
 def renderer(byte_model: Path) -> Renderer:
     return bytes_renderer(byte_model)
-
-
-@pytest.fixture(scope="module")
-def byte_engine(byte_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The embedded engine over random weights that speak bytes."""
-    import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    from tinkerscript.engine.embedded import EmbeddedEngine
-
-    folder = tmp_path_factory.mktemp("byte-engine")
-    for file in byte_model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=4096,
-    )
-    model: Any = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    with EmbeddedEngine(folder, checkpoint_dir=folder / "checkpoints", seed=1) as engine:
-        yield engine
 
 
 def assert_same_data(trajectory: Trajectory, sequences: int) -> None:
@@ -116,43 +85,6 @@ async def test_an_edited_episode_forks_as_theirs_does(renderer: Renderer) -> Non
     assert_same_data(group.trajectories_G[0], sequences=2)
 
 
-async def test_the_embedded_engine_samples_through_their_completer(
-    renderer: Renderer, byte_engine: Any
-) -> None:
-    dataset = load_environment(FILE, renderer, env_type="task", num_envs_per_group=4, max_turns=2)
-    client = await byte_engine.create_sampling_client()
-    policy = TinkerTokenCompleter(client, max_tokens=12, temperature=1.0)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
-    assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [2, 2, 2, 2]
-    assert {trajectory.stop_reason for trajectory in group.trajectories_G} == {"max_turns"}
-    for trajectory in group.trajectories_G:
-        assert_same_data(trajectory, sequences=1)
-
-
-async def test_a_strategy_that_tolerates_errors_keeps_the_rest_of_the_group(renderer: Renderer) -> None:
-    failures = ["this one"]
-
-    @solver
-    def failing_once() -> Solver:
-        async def solve(state: TaskState, generate: Generate) -> TaskState:
-            state = await generate(state)
-            if failures:
-                raise ValueError(failures.pop())
-            return state
-
-        return solve
-
-    task = Task(dataset=[Sample(input="x", target="1", id=1)], solver=failing_once(), scorer=match())
-    dataset = load_environment(task, renderer, num_envs_per_group=3)
-    group = await do_group_rollout(
-        dataset.get_batch(0)[0],
-        Says(renderer, "1" + END),
-        strategy=MinViableGroup(max_retries=0, min_successful=2),
-    )
-    assert group.get_total_rewards() == [1.0, 1.0]
-    assert ["this one" in error.error_message for error in group.rollout_errors] == [True]
-
-
 class Meets(Says):
     """Says its text when all those of the barrier have been asked."""
 
@@ -190,33 +122,3 @@ async def test_groups_of_different_tasks_and_options_run_at_the_same_time(render
         )
     rewards = [group.get_total_rewards() for group in groups]
     assert rewards == [[1.0], [1.0], [0.0], [1.0]] * 2
-
-
-async def test_a_task_whose_sandbox_cannot_start_fails_its_own_groups_only(renderer: Renderer) -> None:
-    sandboxenv(name="never-starts")(NeverStarts)
-    good = load_environment(FILE, renderer, env_type="task")
-    samples = [Sample(input="x", target="1", id=1)]
-    bad = load_environment(
-        Task(dataset=samples, solver=generate(), scorer=match(), sandbox="never-starts"), renderer
-    )
-    builders = [dataset.get_batch(0)[0] for dataset in (good, bad, good, bad)]
-    first, second, third, fourth = await asyncio.gather(
-        *(do_group_rollout(builder, Says(renderer, ScriptedSampling.TURNS[1])) for builder in builders),
-        return_exceptions=True,
-    )
-    for failed in (second, fourth):
-        assert isinstance(failed, RunnerError)
-        assert "the provider is down" in str(failed)
-    for group in (first, third):
-        assert not isinstance(group, BaseException)
-        assert group.get_total_rewards() == [1.0]
-
-
-class NeverStarts(SandboxEnvironment):
-    """A provider that is there and cannot start."""
-
-    @classmethod
-    async def task_init(cls, task_name: str, config: object) -> None:
-        raise OSError("the provider is down")
-
-    exec = write_file = read_file = sample_cleanup = None  # type: ignore[assignment]

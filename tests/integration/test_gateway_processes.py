@@ -166,10 +166,21 @@ async def test_each_process_serves_its_claims_at_its_own_port(agents: Agents) ->
     setup, claims = agents.setup, agents.claims
     ports = {httpx.URL(claim.openai_base_url).port for claim in claims}
     assert len(ports | {httpx.URL(setup.url).port}) == PROCESSES + 1
-    before = await setup.metric("tinkerscript_model_calls_total")
-    for claim in claims:
-        messages: list[Any] = []
-        await agents.turn(claim, messages)
+    conversations: list[list[Any]] = [[] for _ in claims]
+
+    async def totals() -> list[float]:
+        names = ("calls_total", "call_seconds_count", "call_seconds_sum")
+        return [await setup.metric(f"tinkerscript_model_{name}") for name in names]
+
+    before = await totals()
+    agents.sampler.go.clear()
+    pairs = zip(claims, conversations, strict=True)
+    turns = [asyncio.create_task(agents.turn(claim, messages)) for claim, messages in pairs]
+    await until(lambda: agents.sampler.waiting == EPISODES, "all calls wait")
+    await asyncio.sleep(WAITED_S)
+    agents.sampler.go.set()
+    await asyncio.gather(*turns)
+    for claim, messages in zip(claims, conversations, strict=True):
         streamed = await agents.ask(claim, [*messages, user("2+2")], stream=True)
         assert streamed.text.endswith("data: [DONE]\n\n"), streamed.text
         long = await agents.ask(claim, [user(LONG)])
@@ -181,34 +192,18 @@ async def test_each_process_serves_its_claims_at_its_own_port(agents: Agents) ->
         await agents.end(claim)
         lost = await agents.ask(claim, messages)
         assert (lost.status_code, lost.json()["error"]["code"]) == (409, "claim_lost")
-    assert await setup.metric("tinkerscript_model_calls_total") - before == 2 * EPISODES
+    calls, timed, seconds = (now - then for now, then in zip(await totals(), before, strict=True))
+    assert calls == timed == 2 * EPISODES
+    assert seconds >= EPISODES * WAITED_S
     for result in (await agents.results()).values():
         first, second = result.calls
         assert (first.parent_id, second.parent_id) == (None, first.call_id)
 
 
-async def test_metrics_have_the_calls_of_all_processes(agents: Agents) -> None:
-    """How many there were, and how long they took to be sampled."""
-    names = ("calls_total", "call_seconds_count", "call_seconds_sum")
-
-    async def totals() -> list[float]:
-        return [await agents.setup.metric(f"tinkerscript_model_{name}") for name in names]
-
-    before = await totals()
-    agents.sampler.go.clear()
-    turns = [asyncio.create_task(agents.turn(claim, [])) for claim in agents.claims]
-    await until(lambda: agents.sampler.waiting == EPISODES, "all calls wait")
-    await asyncio.sleep(WAITED_S)
-    agents.sampler.go.set()
-    await asyncio.gather(*turns)
-    calls, timed, seconds = (now - then for now, then in zip(await totals(), before, strict=True))
-    assert calls == timed == EPISODES
-    assert seconds >= EPISODES * WAITED_S
-
-
 async def test_wrong_addresses_are_refused_with_the_right_one(agents: Agents) -> None:
     setup, (claim, other) = agents.setup, (agents.of(1)[0], agents.of(2)[0])
-    for url in (other.openai_base_url, f"{setup.url}/v1"):
+    of_agents = [each.openai_base_url.replace("/v1", "/agent/v1") for each in (claim, other)]
+    for url in (other.openai_base_url, f"{setup.url}/v1", of_agents[1]):
         refused = await agents.ask(claim, [user("1+1")], url=url)
         assert refused.status_code == 421
         error = refused.json()["error"]
@@ -221,7 +216,11 @@ async def test_wrong_addresses_are_refused_with_the_right_one(agents: Agents) ->
         f"{other.openai_base_url}/chat/completions", json={}, headers={"Authorization": "Bearer ts-x.1.y"}
     )
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (401, "invalid_api_key")
+    plain = await agents.ask(claim, [user("1+1")], reasoning_effort="high")
+    assert plain.status_code == 400, "only agent mode leaves the field out"
     assert not agents.sampler.requests
+    reply = await agents.ask(claim, [user("1+1")], url=of_agents[0], reasoning_effort="high")
+    assert reply.status_code == 200, reply.text
 
 
 async def test_a_process_answers_no_other_sites_page(agents: Agents) -> None:
@@ -330,16 +329,3 @@ async def test_the_server_stops_while_calls_wait(tmp_path: Path, byte_model: Pat
             await agents.end(claim)
         for result in (await agents.results()).values():
             assert [call.matched_by for call in result.calls] == [None, "equality"]
-
-
-async def test_agent_mode_is_served_under_the_path_of_each_process(agents: Agents) -> None:
-    for number in (1, PROCESSES):
-        claim = agents.of(number)[0]
-        plain = await agents.ask(claim, [user("1+1")], reasoning_effort="high")
-        assert plain.status_code == 400, "only agent mode leaves the field out"
-        url = claim.openai_base_url.replace("/v1", "/agent/v1")
-        reply = await agents.ask(claim, [user("1+1")], url=url, reasoning_effort="high")
-        assert reply.status_code == 200, reply.text
-        other = agents.of(3 - number)[0].openai_base_url.replace("/v1", "/agent/v1")
-        refused = await agents.ask(claim, [user("1+1")], url=other)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (421, "wrong_gateway")

@@ -22,10 +22,8 @@ from tinkerscript.gateway.samplers import RemoteSampler, remote_sampler
 from tinkerscript.gateway.samplers.inference_server import Upstream
 from tinkerscript.gateway.samplers.remote import TOKENIZER_TEXT
 from tinkerscript.gateway.samplers.vllm import VllmServer
-from tinkerscript.rollouts.alignment import find_errors
-from tinkerscript.rollouts.call import Call, pack_ids, unpack_ids, unpack_logprobs
-from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.sampler import SampledSequence, SampleRequest, SampleResult
+from tinkerscript.rollouts.call import pack_ids, unpack_ids, unpack_logprobs
+from tinkerscript.sampler import SampledSequence, SampleRequest
 from tinkerscript.tokenizer import LightTokenizer
 
 PROMPT = [5, 6, 7, 8]
@@ -138,12 +136,6 @@ async def test_what_the_config_names_must_be_there(distribution: Distribution, b
             await opening.__aenter__()
 
 
-async def test_keys_come_from_the_environment(distribution: Distribution, byte_model: Path) -> None:
-    fake = FakeVllm(distribution, Faults(key="secret"))
-    async with opened(fake, byte_model, api_key_env="SERVER_KEY", suffix="/") as sampler:
-        assert (await sampler.sample(request())).sequences
-
-
 # Calls
 
 
@@ -160,42 +152,30 @@ async def test_a_result_is_what_the_server_sampled(distribution: Distribution, b
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "top_k", "recorded"),
-    [
-        ("raw", -1, "raw"),
-        ("raw", 2, "raw"),
-        ("processed", -1, "processed"),
-        ("processed", 2, "unknown"),
-    ],
-)
-async def test_calls_carry_the_kind_of_their_logprobs(
-    logprobs: str, top_k: int, recorded: str, distribution: Distribution, byte_model: Path
-) -> None:
-    async with opened(FakeVllm(distribution, Faults(logprobs=logprobs)), byte_model) as sampler:
-        assert (await sampler.sample(request(top_k=top_k))).logprob_kind == recorded
-
-
-@pytest.mark.parametrize(
     ("logprobs", "more", "recorded"),
     [
+        ("raw", {"top_k": 2}, "raw"),
         ("raw", {"min_p": 0.1}, "raw"),
-        ("processed", {"min_p": 0.1}, "unknown"),
         ("raw", {"repetition_penalty": 1.2}, "unknown"),
         ("raw", {"extra_stop_ids": [5]}, "raw"),
+        ("processed", {}, "processed"),
+        ("processed", {"top_k": 2}, "unknown"),
+        ("processed", {"min_p": 0.1}, "unknown"),
     ],
 )
-async def test_what_changes_the_distribution_is_passed_on_and_the_kind_stays_true(
+async def test_what_changes_the_distribution_is_passed_on_and_the_kind_of_logprobs_stays_true(
     logprobs: str,
     more: dict[str, Any],
     recorded: str,
     distribution: Distribution,
     byte_model: Path,
 ) -> None:
-    fake = FakeVllm(distribution, Faults(logprobs=logprobs))
-    async with opened(fake, byte_model) as sampler:
+    fake = FakeVllm(distribution, Faults(logprobs=logprobs, key="secret"))
+    async with opened(fake, byte_model, api_key_env="SERVER_KEY", suffix="/") as sampler:
         made = request(stop=["x"], stop_token_ids=[distribution.end], **more)
         assert (await sampler.sample(made)).logprob_kind == recorded
     sent = fake.requests[-1]
+    assert sent["top_k"] == made.top_k
     assert sent["min_p"] == made.min_p
     assert sent["repetition_penalty"] == made.repetition_penalty
     assert sent["stop_token_ids"] == [distribution.end, *made.extra_stop_ids]
@@ -222,7 +202,9 @@ async def test_a_stop_string_is_found_that_other_weights_have_begun(byte_model: 
         assert (nothing.sampled, nothing.is_cut) == (b"", True)
 
 
-async def test_a_stream_that_ends_too_soon_is_no_reply(distribution: Distribution, byte_model: Path) -> None:
+async def test_a_stream_that_ends_too_soon_or_has_impossible_numbers_is_no_reply(
+    distribution: Distribution, byte_model: Path
+) -> None:
     fake = FakeVllm(distribution, Faults())
     async with opened(fake, byte_model) as sampler:
         flying = RemoteSampler(sampler.server, sampler.facts, text=str)
@@ -238,26 +220,16 @@ async def test_a_stream_that_ends_too_soon_is_no_reply(distribution: Distributio
             with pytest.raises(GatewayError, match=message) as error:
                 await flying.sample(request())
             assert error.value.status == status, "a replica that refuses a request is not lost"
-
-
-@pytest.mark.parametrize(
-    ("faults", "message"),
-    [
-        ({"last_id": 2**31}, "2147483648 is no token id"),
-        ({"last_id": -5}, "-5 is no token id"),
-        ({"choice": 99}, "choice 99 of a request for 1"),
-        ({"choice": -1}, "choice -1 of a request for 1"),
-    ],
-)
-async def test_a_streamed_reply_of_impossible_numbers_is_named(
-    faults: dict[str, Any], message: str, distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FakeVllm(distribution, Faults())
-    async with opened(fake, byte_model) as sampler:
-        fake.faults = Faults(**faults)
-        flying = RemoteSampler(sampler.server, sampler.facts, text=str)
-        with pytest.raises(GatewayError, match=f"the inference server's reply cannot be used: {message}"):
-            await flying.sample(request())
+        fake.ends_early = None
+        for faults, message in (
+            (Faults(last_id=2**31), "2147483648 is no token id"),
+            (Faults(last_id=-5), "-5 is no token id"),
+            (Faults(choice=99), "choice 99 of a request for 1"),
+            (Faults(choice=-1), "choice -1 of a request for 1"),
+        ):
+            fake.faults = faults
+            with pytest.raises(GatewayError, match=f"inference server's reply cannot be used: {message}"):
+                await flying.sample(request())
 
 
 async def test_replies_never_grow_beyond_the_context(distribution: Distribution, byte_model: Path) -> None:
@@ -308,28 +280,21 @@ async def test_failures_have_the_status_for_the_callers_retries(
         assert len(fake.requests) == 1, "a sampled call is not repeated in silence"
 
 
-async def test_who_gives_up_closes_the_connection(distribution: Distribution, byte_model: Path) -> None:
+async def test_a_call_that_is_given_up_or_takes_too_long_closes_its_connection(
+    distribution: Distribution, byte_model: Path
+) -> None:
     fake = FakeVllm(distribution, Faults())
-    async with opened(fake, byte_model) as sampler:
+    async with opened(fake, byte_model, timeout_s=1.0) as sampler:
         fake.faults = Faults(hang=True)
         call = asyncio.create_task(sampler.sample(request()))
         await until(lambda: len(fake.requests) == 1)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await until(lambda: fake.disconnected == 1, "the disconnection")
-
-
-async def test_a_server_that_takes_too_long_is_a_timeout(
-    distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FakeVllm(distribution, Faults())
-    async with opened(fake, byte_model, timeout_s=1.0) as sampler:
-        fake.faults = Faults(hang=True)
         with pytest.raises(GatewayError, match=r"did not answer within 1 s") as caught:
             await sampler.sample(request())
         assert (caught.value.status, caught.value.code) == (504, "engine_timeout")
-        await until(lambda: fake.disconnected == 1, "the disconnection")
+        await until(lambda: fake.disconnected == 2, "both disconnections")
 
 
 async def test_requests_at_once_are_bounded(distribution: Distribution, byte_model: Path) -> None:
@@ -352,71 +317,29 @@ async def test_requests_at_once_are_bounded(distribution: Distribution, byte_mod
     assert (hanging.value.status, waiting.value.status) == (504, 503)
 
 
-async def test_what_is_not_finite_is_an_error_of_the_alignment_report(
-    distribution: Distribution, byte_model: Path
-) -> None:
-    fake = FakeVllm(distribution, Faults())
-    async with opened(fake, byte_model) as sampler:
-        fake.faults = Faults(not_finite=True)
-        result = await sampler.sample(request())
-    call = _call(result)
-    errors = find_errors(merge_calls([call], episode_uuid="e")[0], vocabulary=distribution.size)
-    assert errors == ["logprob_sentinel"]
-
-
-def _call(result: SampleResult) -> Call:
-    sequence = result.sequences[0]
-    return Call(
-        call_id="c",
-        parent_id=None,
-        new_prompt=pack_ids(PROMPT),
-        sampled=sequence.sampled,
-        logprobs=sequence.logprobs,
-        stop_reason=sequence.stop_reason,
-        policy_version=result.policy_version,
-        logprob_kind=result.logprob_kind,
-    )
-
-
 # Policy versions
 
 
-@pytest.mark.parametrize("weights", [[], ["default"]])
-async def test_weights_without_a_number_are_foreign(
-    distribution: Distribution, byte_model: Path, weights: list[str]
-) -> None:
-    async with opened(FakeVllm(distribution, Faults(weights=weights)), byte_model) as sampler:
-        assert (await sampler.sample(request())).policy_version == -1
-
-
-async def test_a_server_that_numbers_its_weights_is_believed(
+async def test_weights_have_the_version_that_the_server_gives_them(
     distribution: Distribution, byte_model: Path
 ) -> None:
+    """Those without a number are foreign. A server that was started again has lost its number, and is refused
+    once, for it samples from the weights that it had at first."""
     fake = FakeVllm(distribution, Faults(weights=["7"]))
     async with opened(fake, byte_model) as sampler:
-        assert (await sampler.sample(request())).policy_version == 7
+
+        async def versions() -> tuple[int, int | None]:
+            result = await sampler.sample(request())
+            return result.policy_version, result.policy_version_end
+
+        assert await versions() == (7, None)
         fake.faults.weights = ["7", "8"]
-        midway = await sampler.sample(request())
-        after = await sampler.sample(request())
-    assert midway.policy_version == 7, "the oldest weights: the larger lag"
-    assert midway.policy_version_end == 8
-    assert (after.policy_version, after.policy_version_end) == (8, None)
-
-
-@pytest.mark.parametrize("name", [[], ["default"]])
-async def test_weights_that_lose_their_number_are_refused_once_and_foreign_from_then_on(
-    distribution: Distribution, byte_model: Path, name: list[str]
-) -> None:
-    """The server was started again: it samples from the weights that it had at first."""
-    fake = FakeVllm(distribution, Faults(weights=["7"]))
-    async with opened(fake, byte_model) as sampler:
-        assert (await sampler.sample(request())).policy_version == 7
-        fake.faults.weights = name
-        with pytest.raises(GatewayError, match="not both numbers") as refused:
-            await sampler.sample(request())
-        assert refused.value.status == 503
-        assert (await sampler.sample(request())).policy_version == -1
-        fake.faults.weights = ["8"]
-        with pytest.raises(GatewayError, match="not both numbers"):
-            await sampler.sample(request())
-        assert (await sampler.sample(request())).policy_version == 8
+        assert await versions() == (7, 8), "the oldest weights: the larger lag"
+        assert await versions() == (8, None)
+        changes: list[tuple[list[str], int]] = [([], -1), (["9"], 9), (["default"], -1)]
+        for names, version in changes:
+            fake.faults.weights = names
+            with pytest.raises(GatewayError, match="not both numbers") as refused:
+                await sampler.sample(request())
+            assert refused.value.status == 503
+            assert await versions() == (version, None)

@@ -53,14 +53,27 @@ def other_keys(**replaced: bytes) -> TrainerKeys:
     return TrainerKeys(**{"public": public, "secret": secret, "server_public": public} | replaced)
 
 
-async def test_the_trainers_key_opens_the_link(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model) as info:
-        keys = load_trainer_keys(Path(info.link_keys))
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("127.0.0.1", "tcp://127.0.0.1:"), ("0.0.0.0", "tcp://127.0.0.1:"), ("::1", "tcp://[::1]:")],
+)
+async def test_the_trainers_key_opens_the_link(
+    tmp_path: Path, byte_model: Path, host: str, address: str
+) -> None:
+    async with serving(tmp_path, byte_model, link_host=host) as info:
+        assert info.link_address.startswith(address)
+        keys = ServerAddress(info.url, info.link_address, Path(info.link_keys)).trainer_keys()
         async with trainer(info.link_address, keys=keys) as link:
             await link.register(new_episodes("e"))
             await link.flush()
             assert link.refused_handshakes == 0
         assert await refusals(info, "wrong_key") == await refusals(info, "handshake") == 0
+
+
+async def test_the_links_host_is_an_address(tmp_path: Path, byte_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"link_host: 'trainer\.local' is not an IP address"):
+        async with serving(tmp_path, byte_model, link_host="trainer.local"):
+            pass
 
 
 @pytest.mark.parametrize("who", ["a stranger", "without keys", "meant for another server"])
@@ -99,24 +112,6 @@ async def test_a_trainer_with_keys_does_not_trust_a_server_without(tmp_path: Pat
             await until(lambda: link.refused_handshakes >= 1)
             assert link.server_id == ""
             assert not await connected(info)
-
-
-async def test_a_link_beyond_this_machine_has_keys(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, link_host="0.0.0.0") as info:
-        assert info.link_address.startswith("tcp://127.0.0.1:")
-        keys = ServerAddress(info.url, info.link_address, Path(info.link_keys)).trainer_keys()
-        async with trainer(info.link_address), trainer(info.link_address, keys=keys) as link:
-            await link.register(new_episodes("e"))
-    with pytest.raises(ConfigError, match=r"link_host: 'trainer\.local' is not an IP address"):
-        async with serving(tmp_path, byte_model, link_host="trainer.local"):
-            pass
-
-
-async def test_the_link_speaks_ipv6(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model, link_host="::1") as info:
-        assert info.link_address.startswith("tcp://[::1]:")
-        async with trainer(info.link_address, keys=load_trainer_keys(Path(info.link_keys))) as link:
-            await link.register(new_episodes("e"))
 
 
 def test_keys_are_made_once_and_for_their_owner_alone(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import ssl
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from certificates import write_certificate
-from command_line import end_all, start
 from interchange_helpers import new_episodes, until
 from interchange_setup import Setup, serving
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
@@ -34,13 +33,6 @@ async def setup(tmp_path: Path, byte_model: Path) -> AsyncGenerator[Setup]:
     run.mkdir()
     async with serving(run, byte_model) as made:
         yield made
-
-
-@pytest.fixture
-def commands() -> Iterator[None]:
-    """Ends the commands that a failed test leaves."""
-    yield
-    end_all()
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -208,25 +200,3 @@ async def test_the_page_is_beyond_this_machine_only_under_a_token(
         for headers in ({}, bearer(TOKENS[CLIENT_TOKEN])):
             assert (await http.get("/api/runs", headers=headers)).status_code == 401
         assert (await http.get("/api/runs", headers=bearer(TOKENS[ADMIN_TOKEN]))).status_code == 200
-
-
-# `tinkerscript view`
-
-
-async def test_view_shows_the_runs_of_a_folder(tmp_path: Path, commands: None) -> None:
-    for name in ("one", "two"):
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        write_run(tmp_path / "runs" / name)
-    command = start(tmp_path, "view", "--port", "0")
-    command.until(lambda: "\n" in command.text())
-    url = command.text().splitlines()[0]
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-        reply = await http.get("/api/runs")
-        assert {each["name"] for each in reply.json()["runs"]} == {"one", "two"}
-        fleet = await http.get("/api/runs/one/fleet")
-        assert (fleet.status_code, "no server" in fleet.json()["failure_reason"]) == (404, True)
-        async with http.stream("GET", "/api/runs/one/events") as events:
-            assert await anext(events.aiter_lines()) == "event: run"
-            command.process.send_signal(signal.SIGINT)
-            assert await asyncio.to_thread(command.process.wait, 5) == 130
-    assert command.text().splitlines() == [url, "stopped"]

@@ -166,23 +166,3 @@ async def test_a_defect_at_one_stage(server: Setup, stage: str, monkeypatch: pyt
         outcomes = await worked(server, rollout)
     assert STAGES[stage][2] in reason_of(outcomes.pop(VICTIM))
     assert {type(outcome) for outcome in outcomes.values()} == {EpisodeAccepted}
-
-
-async def test_a_heartbeat_that_fails_is_tried_again(server: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    work, beats, renewed = Operations.heartbeat_episode, list[str](), asyncio.Event()
-
-    def failing(self: Operations, episode: Episode) -> Any:
-        beats.append(episode.episode_uuid)
-        if beats.count(VICTIM) == 1 and episode.episode_uuid == VICTIM:
-            raise RuntimeError("planted: heartbeat")
-        if {VICTIM, "neighbor"} <= set(beats) and beats.count(VICTIM) > 1:
-            renewed.set()
-        return work(self, episode)
-
-    async def rollout(episode: Episode) -> float:
-        await renewed.wait()
-        return 1.0
-
-    monkeypatch.setattr(Operations, "heartbeat_episode", failing)
-    outcomes = await worked(server, rollout)
-    assert {type(outcome) for outcome in outcomes.values()} == {EpisodeAccepted}

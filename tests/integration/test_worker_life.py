@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -13,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from interchange_helpers import collect, new_episode, new_episodes, until
+from interchange_helpers import collect, new_episodes, until
 from interchange_setup import serving
 from tinkerscript.addresses import listen
 from tinkerscript.trainer_link.messages import EpisodeAccepted
-from tinkerscript.workers.base_task import load_task
 
 WAITS = """
 import asyncio, time
@@ -32,28 +30,6 @@ from pathlib import Path
 """A rollout that waits for a file: plain, async, or async with code that blocks the event loop."""
 
 WAYS = {"plain": ("", "time."), "async": ("async ", "await asyncio."), "blocking": ("async ", "time.")}
-
-TASK = """
-import anyio
-from inspect_ai import Task, task
-from inspect_ai.dataset import Sample
-from inspect_ai.scorer import match
-from inspect_ai.solver import generate, solver
-
-@solver
-def waits():
-    async def solve(state, generate):
-        await anyio.Path({0!r}, state.metadata["name"] + ".begun").touch()
-        while not await anyio.Path({0!r}, "go").exists():
-            await anyio.sleep(0.02)
-        return state
-    return solve
-
-@task
-def waiting():
-    sample = Sample(input="1+1", target="H", metadata={{"name": "e1"}})
-    return Task(dataset=[sample], solver=[waits(), generate()], scorer=match())
-"""
 
 
 @dataclass
@@ -111,22 +87,11 @@ def setup_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("way", ["plain", "task"])
-async def test_sigterm_lets_episodes_finish(
-    way: str, setup_dir: Path, byte_model: Path, workers: Workers
-) -> None:
+async def test_sigterm_lets_episodes_finish(setup_dir: Path, byte_model: Path, workers: Workers) -> None:
     """A worker that drains claims nothing more; its exit code says that there may be work left."""
     async with serving(setup_dir, byte_model) as setup:
-        if way == "task":
-            (workers.folder / "waiting.py").write_text(TASK.format(str(workers.folder)))
-            arguments = ["--task", f"{workers.folder / 'waiting.py'}@waiting"]
-            (sample,) = load_task(arguments[1], {}).samples(held_out=False)
-            payload = json.dumps({"task": arguments[1], "sample": sample}).encode()
-            await setup.link.register([new_episode("e1", payload=payload)])
-        else:
-            arguments = [workers.script(way)]
-            await setup.link.register(new_episodes("e1"))
-        worker = workers.start(setup.url, *arguments, "--concurrency", "2")
+        await setup.link.register(new_episodes("e1"))
+        worker = workers.start(setup.url, workers.script("plain"), "--concurrency", "2")
         await workers.begun("e1")
         worker.send_signal(signal.SIGTERM)
         await until(lambda: "SIGTERM: no more claims; 1 episodes have 20 s" in workers.log(), workers.log())
@@ -155,9 +120,7 @@ async def test_what_does_not_finish_is_handed_out_again_at_once(
         assert not (await setup.status()).quarantined
 
 
-@pytest.mark.parametrize(
-    ("way", "second"), [("plain", signal.SIGTERM), ("async", signal.SIGINT), ("blocking", signal.SIGTERM)]
-)
+@pytest.mark.parametrize(("way", "second"), [("plain", signal.SIGINT), ("blocking", signal.SIGTERM)])
 async def test_a_second_signal_ends_a_worker_at_once(
     way: str, second: signal.Signals, setup_dir: Path, byte_model: Path, workers: Workers
 ) -> None:
