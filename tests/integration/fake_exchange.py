@@ -19,8 +19,6 @@ from tinkerscript.protocol import (
     ClaimEpisodeRequest,
     ClaimEpisodeResponse,
     EndEpisodeRequest,
-    EngineStatusResponse,
-    RegisterEpisodeRequest,
     SuccessResponse,
     WorkflowOutput,
 )
@@ -42,8 +40,8 @@ class Exchange:
         self.beats: Counter[str] = Counter()
         """Heartbeats by episode."""
 
-        self.pools: dict[str, list[RegisterEpisodeRequest]] = {}
-        """What clients registered, by pool; claimed from the front."""
+        self.payloads: dict[str, Any] = {}
+        """Of episodes, if they are not sums."""
 
         self.hold_s = 0.05
         """Seconds that a claim is held while there is no episode."""
@@ -57,14 +55,9 @@ class Exchange:
         self.answers: dict[str, ClaimEpisodeResponse] = {}
         """By `claim_request_id`."""
 
-        self.lose_replies: list[str] = []
-        """Paths whose next request is served while its reply breaks off."""
-
-        self.busy: list[str] = []
-        """Paths whose next request is answered 503."""
-
-        self.refuse_once: dict[str, int] = {}
-        """Path -> status of the refusal that its next request gets."""
+        self.faults: list[tuple[str, int]] = []
+        """A path, and the status of the refusal that its next request gets; 0: it is served, and its reply
+        breaks off."""
 
         self.model_url, self.model_key = "http://model/v1", ""
         self.changed = threading.Condition()
@@ -74,8 +67,6 @@ class Exchange:
         self.api.post("/abort_episode")(self.abort)
         self.api.post("/can_continue_episode")(self.can_continue)
         self.api.post("/heartbeat_episode")(self.heartbeat)
-        self.api.post("/register_episode")(self.register)
-        self.api.get("/get_engine_status")(self.status)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope.get("path")
@@ -83,18 +74,17 @@ class Exchange:
             self.keys.append(
                 dict(scope["headers"]).get(b"authorization", b"").decode().removeprefix("Bearer ")
             )
-        if path in self.refuse_once:
-            await Response(b"{}", self.refuse_once.pop(path))(scope, receive, send)
-        elif path in self.busy:
-            self.busy.remove(path)
-            await Response(b"{}", 503, {"Retry-After": "0"})(scope, receive, send)
-        elif path in self.lose_replies:
-            self.lose_replies.remove(path)
+        fault = next((each for each in self.faults if each[0] == path), None)
+        if fault is None:
+            await self.api(scope, receive, send)
+            return
+        self.faults.remove(fault)
+        if status := fault[1]:
+            await Response(b"{}", status, {"Retry-After": "0"})(scope, receive, send)
+        else:
             await self.api(scope, receive, _nowhere)
             headers = [(b"content-length", b"10")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-        else:
-            await self.api(scope, receive, send)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         with self.changed:
@@ -107,14 +97,9 @@ class Exchange:
         return self.answers[request.claim_request_id]
 
     async def _claim(self, request: ClaimEpisodeRequest) -> ClaimEpisodeResponse:
-        if self.pools.get(request.pool):
-            own = self.pools[request.pool].pop(0)
-            return ClaimEpisodeResponse(
-                success=True, episode_uuid=own.episode_uuid, attempt=1, payload=own.payload
-            )
         if self.run_finished and not self.queue:
             return ClaimEpisodeResponse(success=False, fail_cause=RUN_FINISHED, run_finished=True)
-        if not self.queue or request.pool:
+        if not self.queue:
             with self.changed:
                 self.waiting += 1
                 self.changed.notify_all()
@@ -130,7 +115,7 @@ class Exchange:
             attempt=1,
             openai_base_url=self.model_url,
             openai_api_key=self.model_key or f"key-{uuid}",
-            payload={"sample": {"input": uuid, "target": "e1"}},
+            payload=self.payloads.get(uuid, {"sample": {"input": uuid, "target": "e1"}}),
         )
 
     async def end(self, request: EndEpisodeRequest, response: Response) -> SuccessResponse:
@@ -158,26 +143,6 @@ class Exchange:
             self.beats[request.episode_uuid] += 1
             self.changed.notify_all()
         return await self.can_continue(request)
-
-    async def register(self, request: RegisterEpisodeRequest, response: Response) -> SuccessResponse:
-        pool = self.pools.setdefault(request.client_uuid, [])
-        known = {episode.episode_uuid: episode for episode in pool}
-        if request.episode_uuid not in known:
-            pool.append(request)
-        elif known[request.episode_uuid] != request:
-            response.status_code = 409
-            return SuccessResponse(success=False, failure_reason="other content")
-        return SuccessResponse(success=True)
-
-    async def status(self) -> EngineStatusResponse:
-        return EngineStatusResponse(
-            engine_status="ENGINE.ROLLING",
-            policy_version=3,
-            global_step=2,
-            model="tiny",
-            episodes={},
-            trainer_connected=True,
-        )
 
 
 async def _nowhere(message: Any) -> None:

@@ -15,10 +15,9 @@ from inspect_ai.model import ChatMessageSystem, ChatMessageUser
 from inspect_ai.scorer import match
 from inspect_ai.solver import Generate, Solver, TaskState, solver, use_tools
 from inspect_ai.tool import Tool, tool
-from tinker_cookbook.completers import TokenCompleter, TokensWithLogprobs
 from tinker_cookbook.rl.rollout_runner import run_rollout
 
-from bridge_parts import calls_of
+from bridge_parts import Says, calls_of
 from chat_families import FAMILIES, Family, spell
 from gateway_bench import CLAIM, Bench
 from inspect_tinker_bridge import TaskRunner
@@ -155,15 +154,6 @@ def five_turns() -> Solver:
     return solve
 
 
-class Says(TokenCompleter):
-    def __init__(self, turns: list[list[int]]) -> None:
-        self._turns = iter(turns)
-
-    async def __call__(self, *_: Any, **__: Any) -> TokensWithLogprobs:
-        ids = next(self._turns)
-        return TokensWithLogprobs(tokens=ids, maybe_logprobs=[-0.5] * len(ids), stop_reason="stop")
-
-
 @task
 def boxes() -> Task:
     """A sample for each family."""
@@ -182,8 +172,11 @@ def boxes() -> Task:
 async def by_bridge(runner: TaskRunner, sample: Sample, folder: Path, family: Family) -> int:
     """The number of sequences of an episode of the task in the trainer's process."""
     sampled = replies(family, LightTokenizer(folder))
-    env = InspectEnv(runner, sample, ModelRenderer(folder), EnvOptions(env_type="task"))
-    trajectory = await run_rollout(Says(sampled), env)
+    renderer = ModelRenderer(folder)
+    env = InspectEnv(runner, sample, renderer, EnvOptions(env_type="task"))
+    policy = Says(renderer)
+    policy.actions = sampled
+    trajectory = await run_rollout(policy, env)
     await env.abandon()
     made = [(call.function, call.arguments) for _, reply in env.exchanges for call in reply.tool_calls or ()]
     reads = family.call is not None and family.reads_calls

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +23,12 @@ from tinkerscript.client import (
     TinkerScriptClient,
     run,
 )
-from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import (
-    NoEpisodeError,
     RequestRefusedError,
     WorkerError,
     WrongTaskError,
 )
-from tinkerscript.gateway.claim_book import OpenClaim
-from tinkerscript.gateway.endpoint import create_gateway
-from tinkerscript.protocol import RegisterEpisodeRequest
-from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
-from tinkerscript.tokenizer import LightTokenizer
+from tinkerscript.protocol import ClaimEpisodeRequest, ClaimEpisodeResponse
 from tinkerscript.workers import WorkerOptions, load_rollout, run_worker
 
 ONE_SUM = """
@@ -48,22 +40,6 @@ from inspect_ai.scorer import match
 def one():
     return Task(dataset=[Sample(id="12+34", input="12+34=", target="46")], scorer=match())
 """
-
-
-def test_one_episode_from_claim_to_result(exchange: Exchange, url: str) -> None:
-    with TinkerScriptClient(url, client_uuid="me") as client:
-        episode = client.begin_episode()
-        assert (episode.episode_uuid, episode.attempt, episode.client_uuid) == ("e0", 1, "me")
-        assert episode.payload["sample"]["input"] == "e0"
-        assert (episode.openai_base_url, episode.openai_api_key) == ("http://model/v1", "key-e0")
-        assert "key-e0" not in repr(episode)
-        assert client.can_continue_episode(episode).can_continue
-        client.end_episode(episode, 0.5, metadata={"a": 1}, log_metrics={"m": 2.0}, is_success=False)
-        assert exchange.results["e0"].metadata == {"a": 1}
-        assert client.get_engine_status().policy_version == 3
-        exchange.queue.clear()
-        with pytest.raises(NoEpisodeError):
-            client.begin_episode(wait_s=0.1)
 
 
 def test_the_runner_accounts_for_every_episode_of_a_plain_function(exchange: Exchange, url: str) -> None:
@@ -82,21 +58,16 @@ def test_the_runner_accounts_for_every_episode_of_a_plain_function(exchange: Exc
     assert (abort.failure.kind, abort.failure.message) == ("task_error", "ValueError: bad")
 
 
-def test_the_runner_works_an_async_function_at_once(exchange: Exchange, url: str) -> None:
-    exchange.queue = [f"e{number}" for number in range(20)]
-    everyone = asyncio.Barrier(10)
+class Generous(Exchange):
+    """Answers a claim with every episode that it has."""
 
-    async def rollout(episode: Episode) -> float:
-        await everyone.wait()
-        return 1.0
-
-    with TinkerScriptClient(url) as client:
-        done = run(rollout, client=client, concurrency=10, max_episodes=20)
-    assert done == RunStatistics(claimed=20, ended=20)
+    async def _claim(self, request: ClaimEpisodeRequest) -> ClaimEpisodeResponse:
+        first, *more = [await super(Generous, self)._claim(request) for _ in list(self.queue)]
+        return first.model_copy(update={"more": more})
 
 
-def test_an_episode_of_a_task_that_the_worker_does_not_run_is_handed_back_and_ends_it(
-    exchange: Exchange, url: str, tmp_path: Path
+def test_a_worker_ends_with_the_first_episode_of_another_task_and_hands_back_all_that_it_has(
+    tmp_path: Path,
 ) -> None:
     script = tmp_path / "agent.py"
     script.write_text(
@@ -104,13 +75,14 @@ def test_an_episode_of_a_task_that_the_worker_does_not_run_is_handed_back_and_en
         "def rollout(episode):\n"
         "    raise WrongTaskError('the episode is of the task X, this worker runs Y')\n"
     )
-    result = CliRunner().invoke(app, ["worker", str(script), "--server", url, "--concurrency", "1"])
+    exchange = Generous(episodes=3)
+    with serving(exchange) as url:  # type: ignore[arg-type]
+        result = CliRunner().invoke(app, ["worker", str(script), "--server", url, "--concurrency", "1"])
     assert result.exit_code == CANNOT_RUN
     assert result.stderr == "error: the episode is of the task X, this worker runs Y\n"
-    (abort,) = exchange.aborted
-    assert (abort.episode_uuid, abort.failure.kind) == ("e0", "worker_stopped")
-    assert abort.failure.message == "the episode is of the task X, this worker runs Y"
-    assert exchange.queue == ["e1", "e2"]
+    aborts = [(abort.episode_uuid, abort.failure.kind) for abort in exchange.aborted]
+    assert aborts == [(uuid, "worker_stopped") for uuid in ("e0", "e1", "e2")]
+    assert exchange.aborted[0].failure.message == "the episode is of the task X, this worker runs Y"
 
 
 def test_a_server_that_refuses_the_client_ends_the_run(exchange: Exchange) -> None:
@@ -161,40 +133,17 @@ def test_a_worker_without_a_usable_script_says_what_is_there(tmp_path: Path, url
     assert (result.exit_code, result.stderr.startswith("error: no script at")) == (2, True)
 
 
-def interrupted(process: subprocess.Popen[str]) -> str:
-    """What it printed until Ctrl-C ended it. Python drops one that comes while it runs a destructor."""
-    for _ in range(5):
-        process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=10)[0]
-    process.kill()
-    raise AssertionError(process.communicate()[0])
-
-
-def test_the_plain_agent_contributes_episodes(exchange: Exchange, url: str, byte_model: Path) -> None:
-    tokenizer = LightTokenizer(byte_model)
-    claims = MemoryClaimBook({"key": OpenClaim("episode", 1, 0)})
-    gateway = create_gateway(
-        claims=claims,
-        sampler=ScriptedSampler(lambda prompt: tokenizer.encode("e1<|im_end|>")),
-        model_folder=byte_model,
-        model_name="tiny",
-        sampling=SamplingConfig(),
-    )
-    exchange.api.include_router(gateway.router)
-    exchange.model_url, exchange.model_key = f"{url}/v1", "key"
+def test_the_plain_agent_contributes_episodes(exchange: Exchange, url: str) -> None:
+    message = {"role": "assistant", "content": "e1"}
+    reply = {"id": "x", "choices": [{"index": 0, "finish_reason": "stop", "message": message}]}
+    exchange.api.post("/v1/chat/completions")(lambda: reply)
+    exchange.model_url = f"{url}/v1"
     agent = Path(__file__).parents[2] / "examples" / "plain_agent.py"
-    process = subprocess.Popen(
-        [sys.executable, str(agent)],
-        env=os.environ | {"TINKERSCRIPT_SERVER_URL": url},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    exchange.wait_for(lambda: len(exchange.results) == 3)
-    output = interrupted(process)
-    assert process.returncode == 0
+    environ = os.environ | {"TINKERSCRIPT_SERVER_URL": url}
+    with subprocess.Popen([sys.executable, str(agent)], env=environ) as process:
+        exchange.wait_for(lambda: len(exchange.results) == 3)
+        process.kill()
     assert {end.workflow_output.reward for end in exchange.ends} == {1.0}
-    assert output.count("reward 1.0") >= 2  # the third line may be cut off by the signal
     assert len(agent.read_text(encoding="utf-8").splitlines()) < 40
 
 
@@ -214,11 +163,9 @@ def test_a_server_cannot_make_a_worker_run_what_its_task_does_not_contain(
     }
     (tmp_path / "tasks.py").write_text(ONE_SUM, encoding="utf-8")
     task = f"{tmp_path}/tasks.py@one"
-    exchange.queue.clear()
     exchange.run_finished = True
     exchange.model_url = f"{url}/v1"
-    payload: dict[str, JsonValue] = {"task": task, "sample": hostile}
-    exchange.pools[""] = [RegisterEpisodeRequest(episode_uuid="h", payload=payload)]
+    exchange.queue, exchange.payloads = ["h"], {"h": {"task": task, "sample": hostile}}
     refusal = ""
     try:
         run_worker(WorkerOptions(server_url=url, tasks={task: {}}, client_uuid="w"))

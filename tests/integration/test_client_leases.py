@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from itertools import product
 
 import pytest
 from fake_exchange import Exchange
@@ -24,11 +25,8 @@ from tinkerscript.client import (
 from tinkerscript.errors import (
     ClaimLostError,
     ClientClosedError,
-    NoEpisodeError,
     RequestRefusedError,
-    WrongTaskError,
 )
-from tinkerscript.protocol import ClaimEpisodeRequest, ClaimEpisodeResponse
 
 SHORT_S = 0.15
 """A lease whose heartbeats come every 0.05 s at most."""
@@ -39,8 +37,7 @@ def client_threads() -> list[str]:
 
 
 def test_what_follows_a_lost_reply_or_a_busy_server_repeats_the_request(exchange: Exchange, url: str) -> None:
-    exchange.lose_replies = ["/claim_episode", "/end_episode"]
-    exchange.busy = ["/claim_episode", "/end_episode", "/end_episode"]
+    exchange.faults = list(product(("/claim_episode", "/end_episode"), (503, 0, 503)))
     with TinkerScriptClient(url) as client:
         first, second = client.begin_episode(), client.begin_episode()
         assert (first.episode_uuid, second.episode_uuid) == ("e0", "e1")
@@ -107,7 +104,7 @@ def test_an_ended_episode_is_not_given_back_by_what_follows(exchange: Exchange, 
         with pytest.raises(KeyError):
             work()
         assert not episode.lost
-        exchange.refuse_once["/end_episode"] = 413
+        exchange.faults = [("/end_episode", 413)]
         with pytest.raises(RequestRefusedError), client.begin_episode() as other:
             client.end_episode(other, 1.0)
     assert [abort.episode_uuid for abort in exchange.aborted] == ["e1"], "a refused end leaves the claim open"
@@ -209,10 +206,12 @@ async def test_an_async_block_is_cancelled_when_its_claim_is_lost(exchange: Exch
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_the_runner_renews_what_it_works_on(exchange: Exchange, url: str) -> None:
+async def test_the_runner_renews_all_that_it_works_on_at_once(exchange: Exchange, url: str) -> None:
     exchange.queue = [f"e{number}" for number in range(20)]
+    everyone = asyncio.Barrier(20)
 
     async def rollout(episode: Episode) -> float:
+        await everyone.wait()
         await until(lambda: exchange.beats[episode.episode_uuid] >= 3)
         return 1.0
 
@@ -271,49 +270,3 @@ def test_a_heartbeat_goes_on_over_an_outage(exchange: Exchange) -> None:
         block.__exit__(None, None, None)
     assert not block.lost
     client.close()
-
-
-def test_a_group_is_registered_into_the_clients_own_pool(exchange: Exchange, url: str) -> None:
-    payload = {"input": "1+1"}
-    with TinkerScriptClient(url, client_uuid="mine") as client, TinkerScriptClient(url) as other:
-        exchange.lose_replies = ["/register_episode"]
-        uuids = client.register_episode(payload, task_id="t1", group_size=4)
-        assert client.register_episode(payload, task_id="t1", group_size=4) == uuids
-        again = client.register_episode(payload, task_id="t1", group_size=4, round="2", episode_type="eval")
-        elsewhere = other.register_episode(payload, task_id="t1", group_size=4)
-        assert len({*uuids, *again, *elsewhere}) == 12
-        registered = [
-            (e.episode_uuid, e.task_id, e.group_size, e.episode_type) for e in exchange.pools["mine"]
-        ]
-        assert registered[3:5] == [(uuids[3], "t1", 4, "train"), (again[0], "t1#2", 4, "eval")]
-        with pytest.raises(RequestRefusedError, match="other content"):
-            client.register_episode({"input": "2+2"}, task_id="t1", group_size=4)
-        assert client.begin_episode(pool=client.pool).payload == payload
-        assert client.begin_episode().episode_uuid == "e0"
-        assert run(lambda episode: 1.0, client=client, pool="mine", max_episodes=7).ended == 7
-        with pytest.raises(NoEpisodeError, match="in the pool 'mine'"):
-            client.begin_episode(wait_s=0, pool="mine")
-
-
-class Generous(Exchange):
-    """Answers a claim with every episode that it has."""
-
-    async def _claim(self, request: ClaimEpisodeRequest) -> ClaimEpisodeResponse:
-        first, *more = [await super(Generous, self)._claim(request) for _ in list(self.queue)]
-        return first.model_copy(update={"more": more})
-
-
-async def test_a_run_that_fails_hands_back_what_no_slot_has_taken() -> None:
-    exchange = Generous(episodes=3)
-
-    async def rollout(episode: Episode) -> float:
-        raise WrongTaskError("another worker's task")
-
-    with serving(exchange) as url:  # type: ignore[arg-type]
-        async with AsyncTinkerScriptClient(url) as client:
-            runner = Runner(rollout, client=client)
-            with pytest.raises(WrongTaskError):
-                await runner.run()
-    assert [abort.episode_uuid for abort in exchange.aborted] == ["e0", "e1", "e2"]
-    assert {abort.failure.kind for abort in exchange.aborted} == {"worker_stopped"}
-    assert runner.statistics() == RunStatistics(claimed=3, handed_back=3)

@@ -91,6 +91,7 @@ async def test_a_client_registers_in_bulk_within_its_quota_and_looks_at_its_own(
         await setup.link.commit(consumed(await collect(setup.link, 2)))
         made = await registering
         assert [len(uuids) for uuids in made.values()] == [2, 2, 2, 2]
+        assert await client.register_episode({"n": 0}, task_id="t0", group_size=2) == made["t0"]
         assert not await client.is_episode_claimed(made["t3"][1])
         assert not (await client.get_batch_progress()).collecting
         with pytest.raises(RequestRefusedError, match="other content"):

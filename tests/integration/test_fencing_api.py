@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from gated_sampler import GatedSampler
 
 from interchange_helpers import (
     FAST,
@@ -23,9 +23,9 @@ from interchange_helpers import (
 )
 from interchange_setup import OUTPUT, Setup, serving
 from tinkerscript.access_tokens import ADMIN_TOKEN, CLIENT_TOKEN
-from tinkerscript.limits import REASON_CHARS, Totals
+from tinkerscript.limits import FAILED_CALLS, REASON_CHARS, RECORDED_BYTES, Totals
 from tinkerscript.protocol import NO_EPISODES, ClaimEpisodeResponse
-from tinkerscript.sampler import ProgressCallback, SampleRequest, SampleResult
+from tinkerscript.rollouts.call import with_messages
 from tinkerscript.server.process import running_server
 from tinkerscript.trainer_link.messages import EpisodeAccepted, EpisodeFailed
 
@@ -91,45 +91,24 @@ async def test_a_client_that_hangs_up_asks_again(setup: Setup) -> None:
 # Leases
 
 
-class Gate:
-    """A sampler that answers when it is let."""
-
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-        self.asked, self.go = asyncio.Event(), asyncio.Event()
-        self.requests: list[SampleRequest] = []
-        self.cancelled = 0
-
-    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        self.requests.append(request)
-        self.asked.set()
-        try:
-            await self.go.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        return await self._answer(request)
-
-
 async def test_a_claim_does_not_expire_while_its_call_is_answered(tmp_path: Path, byte_model: Path) -> None:
-    async with serving(tmp_path, byte_model) as setup:
-        gate = Gate(setup.sampler.sample)
-        address = json.loads((tmp_path / "server.json").read_text())["link_address"]
-        async with trainer(address, gate.sample) as link:
-            await link.register(new_episodes("slow", "canary"))
-            claim = await setup.claim(allow_discard_timeout=0.3)
-            await setup.claim("idle", allow_discard_timeout=0.6)
-            calling = asyncio.create_task(setup.call(claim.openai_api_key))
-            await gate.asked.wait()
-            # The canary's lease is twice as long, began later, and expires: so much time has passed.
-            await setup.metric_becomes("tinkerscript_expired_claims_total", 1)
-            status = await setup.status()
-            assert (status.episodes["train"].claimed, status.episodes["train"].registered) == (1, 1)
-            gate.go.set()
-            assert (await calling).status_code == 200
-            await setup.metric_becomes("tinkerscript_expired_claims_total", 2)
-            refused = await setup.call(claim.openai_api_key)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "claim_lost")
+    sampler = GatedSampler()
+    async with serving(tmp_path, byte_model, sampler=sampler) as setup:
+        await setup.link.register(new_episodes("slow", "canary"))
+        claim = await setup.claim(allow_discard_timeout=0.3)
+        sampler.go.clear()
+        calling = asyncio.create_task(setup.call(claim.openai_api_key))
+        await until(lambda: sampler.waiting == 1)
+        # The canary's lease is twice as long, began later, and expires: so much time has passed.
+        await setup.claim("idle", allow_discard_timeout=0.6)
+        await setup.metric_becomes("tinkerscript_expired_claims_total", 1)
+        status = await setup.status()
+        assert (status.episodes["train"].claimed, status.episodes["train"].registered) == (1, 1)
+        sampler.go.set()
+        assert (await calling).status_code == 200
+        await setup.metric_becomes("tinkerscript_expired_claims_total", 2)
+        refused = await setup.call(claim.openai_api_key)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "claim_lost")
 
 
 # Pools
@@ -288,21 +267,19 @@ async def test_bodies_and_outputs_have_limits(tmp_path: Path, byte_model: Path) 
 async def test_calls_of_a_claim_are_limited_in_flight_and_over_a_restart(
     tmp_path: Path, byte_model: Path
 ) -> None:
-    totals = Totals(calls=2)
-    async with serving(tmp_path, byte_model, totals=totals) as setup:
-        gate = Gate(setup.sampler.sample)
-        address = json.loads((tmp_path / "server.json").read_text())["link_address"]
-        async with trainer(address, gate.sample) as link:
-            await link.register(new_episodes("e", "f"))
-            claim, other = await setup.claim(), await setup.claim()
-            calls = [asyncio.create_task(setup.call(claim.openai_api_key, text)) for text in ("a", "b")]
-            await until(lambda: len(gate.requests) == 2)
-            third = await setup.call(claim.openai_api_key, "c")
-            assert (third.status_code, third.headers["Retry-After"]) == (429, "1")
-            calls.pop().cancel()
-            await until(lambda: gate.cancelled == 1, "the end of the sample whose caller hung up")
-            gate.go.set()
-            assert (await calls[0]).status_code == 200
+    sampler, totals = GatedSampler(), Totals(calls=2)
+    async with serving(tmp_path, byte_model, sampler=sampler, totals=totals) as setup:
+        await setup.link.register(new_episodes("e", "f"))
+        claim, other = await setup.claim(), await setup.claim()
+        sampler.go.clear()
+        calls = [asyncio.create_task(setup.call(claim.openai_api_key, text)) for text in ("a", "b")]
+        await until(lambda: sampler.waiting == 2)
+        third = await setup.call(claim.openai_api_key, "c")
+        assert (third.status_code, third.headers["Retry-After"]) == (429, "1")
+        calls.pop().cancel()
+        await until(lambda: sampler.waiting == 1, "the end of the sample whose caller hung up")
+        sampler.go.set()
+        assert (await calls[0]).status_code == 200
     async with serving(tmp_path, byte_model, totals=totals) as setup:
         assert (await setup.call(claim.openai_api_key)).status_code == 200
         refused = await setup.call(claim.openai_api_key)
@@ -311,6 +288,51 @@ async def test_calls_of_a_claim_are_limited_in_flight_and_over_a_restart(
         assert (await setup.call(other.openai_api_key)).status_code == 200, "of this claim alone"
         setup.keys["e", 1] = claim.openai_api_key
         await setup.end(claim)  # Its result still counts.
+
+
+async def test_bytes_and_failures_of_a_claim_are_limited(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinkerscript.server.claims.RECORDED_BYTES", RECORDED_BYTES._replace(limit=10_000))
+    monkeypatch.setattr("tinkerscript.gateway.named_model.FAILED_CALLS", FAILED_CALLS._replace(limit=20))
+    await setup.link.register(new_episodes("a", "b", "c"))
+    large, failing, neighbor = [(await setup.claim()).openai_api_key for _ in range(3)]
+    tool = {"id": "i" * 1024, "type": "function", "function": {"name": "t", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "", "tool_calls": [tool]},
+        {"role": "tool", "content": "2", "tool_call_id": tool["id"]},
+    ]
+
+    async def call(key: str, **fields: Any) -> httpx.Response:
+        body = {"model": "policy", "messages": messages} | fields
+        headers = {"Authorization": f"Bearer {key}"}
+        return await setup.http.post("/v1/chat/completions", json=body, headers=headers)
+
+    answered = 0
+    while (reply := await call(large)).status_code == 200:
+        answered += 1
+    assert 0 < answered < 10
+    assert (reply.status_code, "recorded bytes allows 10000" in reply.text) == (403, True), reply.text
+    for _ in range(20):
+        assert (await call(failing, n=0)).status_code == 400
+    reply = await call(failing)
+    assert (reply.status_code, "failed calls allows 20" in reply.text) == (403, True), reply.text
+    assert (await call(neighbor)).status_code == 200
+
+
+async def test_the_messages_of_a_request_are_stored_once(setup: Setup) -> None:
+    await setup.link.register(new_episodes("a"))
+    claim, said = await setup.claim(), "x" * 3000
+    body = {"model": "policy", "messages": [{"role": "user", "content": said}], "n": 8}
+    headers = {"Authorization": f"Bearer {claim.openai_api_key}"}
+    reply = await setup.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    await setup.end(claim)
+    (outcome,) = (await collect(setup.link, 1)).values()
+    assert isinstance(outcome, EpisodeAccepted)
+    assert [said in each.messages for each in outcome.calls] == [True] + 7 * [False]
+    assert all(said in each.messages for each in with_messages(outcome.calls))
 
 
 async def test_tokens_of_a_claim_are_limited(tmp_path: Path, byte_model: Path) -> None:

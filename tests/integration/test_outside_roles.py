@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -285,45 +286,25 @@ async def test_a_retry_gets_the_reply_that_was_recorded_also_after_a_restart(
     assert len(outside.requests) == 1
 
 
-async def test_a_key_that_is_not_set_is_said_at_the_start(tmp_path: Path, byte_model: Path) -> None:
-    data = run_config(byte_model).model_dump()
-    role = {"kind": "outside", "base_url": "http://localhost:1", "model": "big", "api_key_env": "JUDGE_KEY"}
-    config = RunConfig.model_validate(data | {"roles": {"judge": role}})
-    with pytest.raises(ConfigError, match=r"roles\.judge\.api_key_env: .* JUDGE_KEY is not set"):
-        async with running_server(config, tmp_path, environ={}, times=FAST):
-            pass
-
-
 FORGED_NAMES = ["Judge", "judge ", "judge\u200b", "jud\u0261e", "judge\x00", "models/judge", "big", ""]
-FORGED_PATHS = ["/judge/v1/chat/completions", "/v1/judge/chat/completions", "/g/1/v1/chat/completions"]
-PATHS = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/agent/v1/chat/completions"]
 
 
-async def test_no_forged_name_key_or_path_reaches_a_role(tmp_path: Path, byte_model: Path) -> None:
-    async with (
-        outside_chat(lambda request: "THE JUDGE SPOKE") as outside,
-        judged(tmp_path, byte_model, outside) as setup,
-    ):
-        claim, lost = await claim_of(setup, "a"), await claim_of(setup, "b")
-        await setup.end(lost)
-        own, over = claim.openai_api_key, lost.openai_api_key
-        forged_keys = [KEY, over, own[:-1], own + "x", own.upper(), f"{own},{KEY}"]
-        attempts = [(name, own, path) for name in FORGED_NAMES for path in PATHS]
-        attempts += [("judge", own, path) for path in FORGED_PATHS]
-        attempts += [("judge", key, path) for key in forged_keys for path in PATHS]
-        for name, key, path in attempts:
-            said = {"input": "hi"} if "resp" in path else {"messages": [{"role": "user", "content": "hi"}]}
+async def test_no_forged_name_reaches_a_role(tmp_path: Path, byte_model: Path) -> None:
+    async with outside_chat(lambda request: "no") as outside, judged(tmp_path, byte_model, outside) as setup:
+        key = (await claim_of(setup)).openai_api_key
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", "X-Role": "judge"}
+        messages = [{"role": "user", "content": "hi"}]
+        for name, path in product(FORGED_NAMES, ("chat/completions", "responses", "messages")):
+            said = {"input": "hi"} if path == "responses" else {"messages": messages}
             text = json.dumps({"model": name, "max_tokens": 5} | said)
-            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
             # With two names, all readers must agree on which counts.
             for body in (text, '{"model": "judge", ' + text[1:]):
-                reply = await setup.http.post(path, content=body, headers=headers | {"X-Role": "judge"})
+                reply = await setup.http.post(f"/v1/{path}", content=body, headers=headers)
                 assert reply.status_code >= 400, (name, path, reply.text)
-                assert KEY not in reply.text
         assert outside.requests == []
 
 
-def test_names_and_addresses_that_cannot_be_are_refused(byte_model: Path) -> None:
+async def test_names_addresses_and_keys_that_cannot_be_are_refused(tmp_path: Path, byte_model: Path) -> None:
     data = run_config(byte_model).model_dump()
     judge = {"kind": "outside", "base_url": "http://localhost:1", "model": "big"}
     for name in ("policy", "side", "Judge", "a/b", "", "x" * 65):
@@ -331,3 +312,7 @@ def test_names_and_addresses_that_cannot_be_are_refused(byte_model: Path) -> Non
             RunConfig.model_validate(data | {"roles": {name: judge}})
     with pytest.raises(ValueError, match="password"):
         RunConfig.model_validate(data | {"roles": {"judge": judge | {"base_url": "http://a:b@localhost"}}})
+    config = RunConfig.model_validate(data | {"roles": {"judge": judge | {"api_key_env": "JUDGE_KEY"}}})
+    with pytest.raises(ConfigError, match=r"roles\.judge\.api_key_env: .* JUDGE_KEY is not set"):
+        async with running_server(config, tmp_path, environ={}, times=FAST):
+            pass

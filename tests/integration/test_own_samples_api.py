@@ -27,15 +27,11 @@ async def test_many_are_registered_at_once_each_by_itself(tmp_path: Path, byte_m
         setup.http.headers["Authorization"] = f"Bearer {TOKENS[CLIENT_TOKEN]}"
         first = await setup.post("/register_episodes", episodes=[sample("a"), sample("b")])
         assert first == {"success": True, "registered": ["a", "b"], "refused": {}, "retry_after_s": 0}
-        deep: Any = 1
-        for _ in range(70):
-            deep = [deep]
         mixed = [
             sample("a"),
             sample("b", payload={}),
             sample("c"),
             sample("d"),
-            sample("deep", payload={"a": deep}),
             sample("theirs", client_uuid=""),
         ]
         reply = await setup.post("/register_episodes", episodes=mixed)
@@ -43,7 +39,6 @@ async def test_many_are_registered_at_once_each_by_itself(tmp_path: Path, byte_m
         reasons = {
             "b": "other content",
             "d": "holds 3 unfinished episodes",
-            "deep": "nested more than 64 deep",
             "theirs": "admin token",
         }
         assert reply["refused"].keys() == reasons.keys()
@@ -51,8 +46,6 @@ async def test_many_are_registered_at_once_each_by_itself(tmp_path: Path, byte_m
         assert reply["retry_after_s"] == 0, "waiting does not help all of them"
         full = await setup.post("/register_episodes", episodes=[sample("d")])
         assert full["retry_after_s"] > 0
-        malformed = await setup.post("/register_episodes", 422, episodes=[sample("x", episode_uuid="")])
-        assert "episodes.0.episode_uuid" in malformed["failure_reason"]
 
 
 async def test_names_of_pools_are_free_and_their_memory_is_not(tmp_path: Path, byte_model: Path) -> None:
@@ -89,23 +82,6 @@ async def test_the_copies_of_a_sample_are_registered_together_or_not_at_all(
         )
 
 
-async def test_whether_an_episode_is_claimed(setup: Setup) -> None:
-    await setup.link.register(new_episodes("e", "f"))
-
-    async def claimed(name: str) -> tuple[bool, str]:
-        reply = await setup.post("/is_episode_claimed", client_uuid="", episode_uuid=name)
-        return reply["success"], reply["episode_status"]
-
-    assert await claimed("e") == (False, "registered")
-    first = await setup.post("/claim_episode", client_uuid="v1")
-    assert await claimed("e") == await claimed(first["episode_uuid"]) == (True, "claimed")
-    await setup.post("/abort_episode", client_uuid="v1", episode_uuid=first["episode_uuid"])
-    await setup.claim()
-    assert await claimed("e") == (True, "claimed")
-    assert await claimed(first["episode_uuid"]) == (False, "claimed"), "by another claim"
-    assert await claimed("nobody") == (False, "")
-
-
 async def test_the_latest_call_is_replayed_to_the_claim_and_to_the_admin(
     tmp_path: Path, byte_model: Path
 ) -> None:
@@ -133,10 +109,8 @@ async def test_the_latest_call_is_replayed_to_the_claim_and_to_the_admin(
         ):
             assert replayed.status_code == 200, replayed.text
             call = replayed.json()
-            assert [each["content"] for each in call["input"]["messages"]] == [
-                each["content"] for each in messages[:3]
-            ]
-            assert call["output"]["content"] == message["content"]
+            said = [each["content"] for each in (*call["input"]["messages"], call["output"])]
+            assert said == [each["content"] for each in messages[:4]]
             assert call["prompt_token_ids"] == reply.json()["prompt_token_ids"]
             assert call["token_ids"] == reply.json()["choices"][0]["token_ids"]
             assert (call["format"], call["policy_version"]) == ("messages", 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from interchange_helpers import collect, new_episodes, until
 from interchange_setup import Setup, serving
@@ -14,7 +15,7 @@ REASON = "its last 8 attempts failed while others succeeded: task_error: no spac
 
 
 async def fail(setup: Setup, claim: ClaimEpisodeResponse) -> None:
-    names = {"episode_uuid": claim.episode_uuid, "attempt": claim.attempt}
+    names: dict[str, Any] = {"episode_uuid": claim.episode_uuid, "attempt": claim.attempt}
     failure = {"kind": "task_error", "message": "no space left on the device"}
     await setup.post("/abort_episode", **names, failure=failure)
 

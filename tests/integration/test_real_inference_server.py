@@ -6,7 +6,6 @@ float32 if log probabilities are to equal the embedded engine's. docs/samplers.m
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -49,11 +48,6 @@ def request(renderer: ChatRenderer, **more: Any) -> SampleRequest:
     return SampleRequest(prompt=pack_ids(prompt), **options)
 
 
-async def test_facts(sampler: RemoteSampler) -> None:
-    assert sampler.facts.rescored
-    assert sampler.facts.logprob_kind in ("raw", "processed")
-
-
 async def test_stop_tokens_and_stop_strings_are_among_the_ids(
     sampler: RemoteSampler, renderer: ChatRenderer
 ) -> None:
@@ -73,19 +67,6 @@ async def test_a_prompt_that_does_not_fit_is_the_dialects_error(sampler: RemoteS
     with pytest.raises(GatewayError) as caught:
         await sampler.sample(SampleRequest(prompt=pack_ids([5] * room), max_tokens=9))
     assert caught.value.code == "context_length_exceeded"
-
-
-async def test_a_cancelled_call_leaves_the_server_free(
-    sampler: RemoteSampler, renderer: ChatRenderer
-) -> None:
-    room = sampler.facts.max_context // 2
-    long = request(renderer, max_tokens=room, num_samples=8, stop_token_ids=[0])
-    call = asyncio.create_task(sampler.sample(long))
-    done, _ = await asyncio.wait({call}, timeout=0.2)
-    call.cancel()
-    await asyncio.gather(call, return_exceptions=True)
-    assert not done
-    assert (await sampler.sample(request(renderer))).sequences
 
 
 async def test_logprobs_equal_the_embedded_engines(sampler: RemoteSampler, renderer: ChatRenderer) -> None:

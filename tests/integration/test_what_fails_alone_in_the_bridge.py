@@ -17,7 +17,6 @@ from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import Score, Scorer, Target, accuracy, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
-from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import TrajectoryGroup
 
@@ -80,7 +79,7 @@ RUN: dict[str, tuple[Any, str]] = {
 }
 """Stage in a run -> the same."""
 
-NAMES = [*OWN, "sample", *LOOP, *(RUN.keys() - LOOP.keys()), "neighbor"]
+NAMES = [*OWN, *LOOP, *(RUN.keys() - LOOP.keys()), "neighbor"]
 
 
 def check(where: str, state: TaskState) -> None:
@@ -120,19 +119,6 @@ def plant(stages: dict[str, tuple[Any, str]], monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(owner, name, staticmethod(failing) if name == "of" else failing)
 
 
-class Replies(Says):
-    """Fails for the sample that is named after it."""
-
-    def __init__(self, renderer: Renderer) -> None:
-        super().__init__(renderer, "Hi" + END)
-        self.renderer = renderer
-
-    async def __call__(self, model_input: Any, stop: Any, **more: Any) -> Any:
-        if "[sample]" in str(self.renderer.tokenizer.decode(model_input.to_ints())):
-            raise RuntimeError("planted: [sample]")
-        return await super().__call__(model_input, stop, **more)
-
-
 async def test_groups_of_tinker_cookbooks_loop(byte_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = bytes_renderer(byte_model)
     dataset = load_environment(everything(), renderer, env_type="task", num_envs_per_group=2)
@@ -140,7 +126,7 @@ async def test_groups_of_tinker_cookbooks_loop(byte_model: Path, monkeypatch: py
 
     async def rewards(name: str) -> list[float]:
         (builder,) = dataset.get_batch(NAMES.index(name))
-        group: TrajectoryGroup = await do_group_rollout(builder, Replies(renderer))
+        group: TrajectoryGroup = await do_group_rollout(builder, Says(renderer, "Hi" + END))
         return group.get_total_rewards()
 
     found = await asyncio.gather(*map(rewards, NAMES), return_exceptions=True)
@@ -149,7 +135,7 @@ async def test_groups_of_tinker_cookbooks_loop(byte_model: Path, monkeypatch: py
         for name, result in zip(NAMES, found, strict=True)
         if isinstance(result, Exception) and f"planted: [{name}]" in str(result)
     }
-    assert failed == {*OWN, "sample", *LOOP}
+    assert failed == {*OWN, *LOOP}
     assert [result for result in found if result == [1.0, 1.0]] == [[1.0, 1.0]] * (len(NAMES) - len(failed))
     monkeypatch.undo()
     assert [await rewards(stage) for stage in LOOP] == [[1.0, 1.0]] * len(LOOP)

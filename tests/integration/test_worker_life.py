@@ -14,7 +14,6 @@ import pytest
 
 from interchange_helpers import collect, new_episodes, until
 from interchange_setup import serving
-from tinkerscript.addresses import listen
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 WAITS = """
@@ -81,15 +80,9 @@ async def ended(process: subprocess.Popen[bytes], within_s: float) -> int:
     return process.returncode
 
 
-@pytest.fixture
-def setup_dir(tmp_path: Path) -> Path:
-    (tmp_path / "run").mkdir()
-    return tmp_path / "run"
-
-
-async def test_sigterm_lets_episodes_finish(setup_dir: Path, byte_model: Path, workers: Workers) -> None:
+async def test_sigterm_lets_episodes_finish(tmp_path: Path, byte_model: Path, workers: Workers) -> None:
     """A worker that drains claims nothing more; its exit code says that there may be work left."""
-    async with serving(setup_dir, byte_model) as setup:
+    async with serving(tmp_path, byte_model) as setup:
         await setup.link.register(new_episodes("e1"))
         worker = workers.start(setup.url, workers.script("plain"), "--concurrency", "2")
         await workers.begun("e1")
@@ -106,10 +99,10 @@ async def test_sigterm_lets_episodes_finish(setup_dir: Path, byte_model: Path, w
 
 @pytest.mark.parametrize("way", ["plain", "async"])
 async def test_what_does_not_finish_is_handed_out_again_at_once(
-    way: str, setup_dir: Path, byte_model: Path, workers: Workers
+    way: str, tmp_path: Path, byte_model: Path, workers: Workers
 ) -> None:
     """Without a failed attempt: the episode may be claimed once."""
-    async with serving(setup_dir, byte_model, max_attempts=1) as setup:
+    async with serving(tmp_path, byte_model, max_attempts=1) as setup:
         await setup.link.register(new_episodes("e1"))
         worker = workers.start(setup.url, workers.script(way), "--drain-timeout", "0.1")
         await workers.begun("e1")
@@ -122,9 +115,9 @@ async def test_what_does_not_finish_is_handed_out_again_at_once(
 
 @pytest.mark.parametrize(("way", "second"), [("plain", signal.SIGINT), ("blocking", signal.SIGTERM)])
 async def test_a_second_signal_ends_a_worker_at_once(
-    way: str, second: signal.Signals, setup_dir: Path, byte_model: Path, workers: Workers
+    way: str, second: signal.Signals, tmp_path: Path, byte_model: Path, workers: Workers
 ) -> None:
-    async with serving(setup_dir, byte_model) as setup:
+    async with serving(tmp_path, byte_model) as setup:
         await setup.link.register(new_episodes("e1"))
         worker = workers.start(setup.url, workers.script(way), "--drain-timeout", "600")
         await workers.begun("e1")
@@ -151,11 +144,11 @@ def _is_pending(pid: int, number: signal.Signals) -> bool:
     [("", 0, "The run is finished."), ("OSError: disk full", 1, "The run has failed: OSError: disk full")],
 )
 async def test_a_runs_end_reaches_every_worker_though_the_server_goes_away(
-    failure: str, code: int, said: str, setup_dir: Path, byte_model: Path, workers: Workers
+    failure: str, code: int, said: str, tmp_path: Path, byte_model: Path, workers: Workers
 ) -> None:
     """The one that waits for an episode, and one whose slots are all at work. Exit code 1: whoever starts
     workers again may do so for the resumed run."""
-    async with serving(setup_dir, byte_model) as setup:
+    async with serving(tmp_path, byte_model) as setup:
         await setup.link.register(new_episodes("e1"))
         way = "async" if failure else "plain"
         started = [workers.start(setup.url, workers.script(way), "--concurrency", "1", log="busy.log")]
@@ -168,22 +161,3 @@ async def test_a_runs_end_reaches_every_worker_though_the_server_goes_away(
         assert await ended(process, within_s=15) == code, workers.log(f"{name}.log")
         assert workers.log(f"{name}.log").count(said) == 1
         assert "waiting for the server" not in workers.log(f"{name}.log")
-
-
-async def test_a_worker_that_comes_first_says_that_it_waits(
-    setup_dir: Path, byte_model: Path, workers: Workers
-) -> None:
-    with listen("127.0.0.1", 0) as probe:
-        port = int(probe.getsockname()[1])
-    url = f"http://127.0.0.1:{port}"
-    hasty = workers.start(url, workers.script("plain"), "--wait", "0.2", log="hasty.log")
-    worker = workers.start(url, workers.script("plain"))
-    assert await ended(hasty, within_s=20) == 2
-    assert "no useful answer to /claim_episode" in workers.log("hasty.log")
-    await until(lambda: "waiting for the server: " in workers.log(), "a word of the worker's")
-    workers.go()
-    async with serving(setup_dir, byte_model, interchange_server_port=port) as setup:
-        await setup.link.register(new_episodes("e1"))
-        assert isinstance((await collect(setup.link, 1))["e1"], EpisodeAccepted)
-        setup.link.set_status(run_finished=True)
-        assert await ended(worker, within_s=10) == 0
