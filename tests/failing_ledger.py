@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from rollout_helpers import make_call
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger import SqliteLedger
 from tinkerscript.ledger.rows import EpisodeRow, Row
@@ -61,16 +62,7 @@ class FailingLedger(SqliteLedger):
 
 
 def too_many() -> list[Call]:
-    large = Call(
-        call_id="c",
-        parent_id=None,
-        new_prompt=b"",
-        sampled=b"",
-        logprobs=b"",
-        stop_reason="stop",
-        policy_version=4,
-        messages=json.dumps([{"role": "user", "content": "x" * 2**24}]),
-    )
+    large = make_call(None, [], [], messages=json.dumps([{"role": "user", "content": "x" * 2**24}]))
     return [large] * (1 + MAX_MESSAGE_BYTES // len(large.messages))
 
 

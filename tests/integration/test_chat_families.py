@@ -14,7 +14,7 @@ from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageSystem, ChatMessageUser
 from inspect_ai.scorer import match
 from inspect_ai.solver import Generate, Solver, TaskState, solver, use_tools
-from inspect_ai.tool import Tool, tool
+from inspect_ai.tool import Tool, ToolDef, ToolParams
 from tinker_cookbook.rl.rollout_runner import run_rollout
 
 from bridge_parts import Says, calls_of
@@ -110,30 +110,15 @@ def _declared(name: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-@tool
-def look() -> Tool:
-    async def execute(place: str) -> str:
-        """Do look.
+def tool_named(name: str) -> Tool:
+    """The declared function as a tool of Inspect's."""
+    declared = _declared(name)["function"]
 
-        Args:
-            place: Which one.
-        """
-        return RESULTS["look"]
+    async def execute(**_: str) -> str:
+        return RESULTS[name]
 
-    return execute
-
-
-@tool
-def weigh() -> Tool:
-    async def execute(thing: str) -> str:
-        """Do weigh.
-
-        Args:
-            thing: Which one.
-        """
-        return RESULTS["weigh"]
-
-    return execute
+    parameters = ToolParams.model_validate(declared["parameters"])
+    return ToolDef(execute, name, declared["description"], parameters).as_tool()
 
 
 @solver
@@ -166,7 +151,7 @@ def boxes() -> Task:
         )
         for name, family in FAMILIES.items()
     ]
-    return Task(dataset=samples, solver=[use_tools(look(), weigh()), five_turns()], scorer=match())
+    return Task(dataset=samples, solver=[use_tools(*map(tool_named, RESULTS)), five_turns()], scorer=match())
 
 
 async def by_bridge(runner: TaskRunner, sample: Sample, folder: Path, family: Family) -> int:

@@ -6,6 +6,7 @@ import logging
 import stat
 import threading
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -117,18 +118,14 @@ async def test_a_trainer_with_keys_does_not_trust_a_server_without(tmp_path: Pat
 def test_keys_are_made_once_and_for_their_owner_alone(tmp_path: Path) -> None:
     folder = tmp_path / "link_keys"
     start = threading.Barrier(4)
-    made: list[ServerKeys] = []
 
-    def make() -> None:
+    def make(_: int) -> ServerKeys:
         start.wait()
         make_link_keys(folder)
-        made.append(load_server_keys(folder))
+        return load_server_keys(folder)
 
-    threads = [threading.Thread(target=make) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(make, range(4)))
     assert made == [made[0]] * 4
     assert [path.name for path in tmp_path.iterdir()] == ["link_keys"]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
