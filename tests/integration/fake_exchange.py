@@ -59,7 +59,7 @@ class Exchange:
         """A path, and the status of the refusal that its next request gets; 0: it is served, and its reply
         breaks off."""
 
-        self.model_url, self.model_key = "http://model/v1", ""
+        self.model_url = "http://model/v1"
         self.changed = threading.Condition()
         self.api = FastAPI()
         self.api.post("/claim_episode")(self.claim)
@@ -114,7 +114,7 @@ class Exchange:
             episode_uuid=uuid,
             attempt=1,
             openai_base_url=self.model_url,
-            openai_api_key=self.model_key or f"key-{uuid}",
+            openai_api_key=f"key-{uuid}",
             payload=self.payloads.get(uuid, {"sample": {"input": uuid, "target": "e1"}}),
         )
 

@@ -85,7 +85,7 @@ def test_a_worker_ends_with_the_first_episode_of_another_task_and_hands_back_all
     assert exchange.aborted[0].failure.message == "the episode is of the task X, this worker runs Y"
 
 
-def test_a_server_that_refuses_the_client_ends_the_run(exchange: Exchange) -> None:
+def test_a_server_that_refuses_the_client_ends_the_run() -> None:
     with serving(FastAPI()) as url, TinkerScriptClient(url) as client, pytest.raises(RequestRefusedError):
         run(lambda episode: 1.0, client=client)
 

@@ -71,8 +71,8 @@ async def test_a_run_has_a_page_of_low_priority_beside_it(setup: Setup) -> None:
     of_run = f"/api/runs/{setup.run_dir.name}"
     async with page(), page.client() as http:
         assert page.notes == [f"watch the run at {http.base_url}".rstrip("/")]
-        assert page.process.nice() >= 10, "it cannot delay a claim"
         assert (await http.get("/")).headers["content-type"] == "text/html; charset=utf-8"
+        assert page.process.nice() >= 10, "it cannot delay a claim"
         fleet = await http.get(f"{of_run}/fleet")
         assert fleet.json()["engine_status"] == "ENGINE.ROLLING", fleet.text
         # What changes something is in the audit log.
@@ -151,6 +151,7 @@ async def test_the_page_is_beyond_this_machine_only_under_a_token(
     async with page(), page.client(verify=ssl.create_default_context(cafile=certificate)) as http:
         assert page.urls[0].startswith("https://127.0.0.1:")
         assert CLIENT_TOKEN not in page.process.environ()
-        for token, status in (("", 401), (TOKENS[CLIENT_TOKEN], 401), (TOKENS[ADMIN_TOKEN], 200)):
-            headers = {"Authorization": f"Bearer {token}"}
+        assert (await http.get("/api/runs")).status_code == 401
+        for name, status in ((CLIENT_TOKEN, 401), (ADMIN_TOKEN, 200)):
+            headers = {"Authorization": f"Bearer {TOKENS[name]}"}
             assert (await http.get("/api/runs", headers=headers)).status_code == status
