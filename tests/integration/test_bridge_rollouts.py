@@ -1,7 +1,9 @@
-"""tinker_cookbook's datums of an episode are ours."""
+"""tinker_cookbook's own loops over the environments: its data are ours, and several tasks run at once."""
 
 from __future__ import annotations
 
+import asyncio
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,14 @@ import numpy as np
 import pytest
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
-from inspect_ai.scorer import match
-from inspect_ai.solver import Generate, Solver, TaskState, solver
+from inspect_ai.scorer import exact, match
+from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
+from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.data_processing import trajectory_to_data
-from tinker_cookbook.rl.rollouts import do_group_rollout
+from tinker_cookbook.rl.rollouts import (
+    do_group_rollout,
+)
 from tinker_cookbook.rl.types import Trajectory
 
 import bridge_tasks
@@ -22,6 +28,13 @@ from inspect_tinker_bridge import load_environment
 from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.trainers import to_datum
+
+FILE = f"{Path(bridge_tasks.__file__)}@adding"
+
+
+@pytest.fixture(scope="module")
+def renderer(byte_model: Path) -> Renderer:
+    return bytes_renderer(byte_model)
 
 
 def assert_same_data(trajectory: Trajectory, sequences: int) -> None:
@@ -41,6 +54,19 @@ def assert_same_data(trajectory: Trajectory, sequences: int) -> None:
         np.testing.assert_array_equal(mask != 0, our.loss_fn_inputs["advantages"].to_numpy() != 0)
 
 
+async def test_an_unedited_episode_is_one_datum_and_it_equals_ours(renderer: Renderer) -> None:
+    dataset = load_environment(FILE, renderer, env_type="task")
+    # Spacing that no renderer writes, and a call that does not parse: kept as sampled.
+    texts = [
+        " x \n" + call("add", '{"a":1,   "b":0}'),
+        "<tool_call>\n{no\n</tool_call>",
+        *ScriptedSampling.TURNS[1:],
+    ]
+    policy = Says(renderer, *(text.removesuffix(END) + END for text in texts))
+    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    assert_same_data(group.trajectories_G[0], sequences=1)
+
+
 @solver
 def rewriting() -> Solver:
     async def solve(state: TaskState, generate: Generate) -> TaskState:
@@ -52,25 +78,47 @@ def rewriting() -> Solver:
     return solve
 
 
-EDITED = Task(dataset=[Sample(input="x", target="1", id=1)], solver=rewriting(), scorer=match())
-# Spacing that no renderer writes, and a call that does not parse: kept as sampled.
-SPELLED = [
-    " x \n" + call("add", '{"a":1,   "b":0}'),
-    "<tool_call>\n{no\n</tool_call>",
-    *ScriptedSampling.TURNS[1:],
-]
-
-
-@pytest.mark.parametrize(
-    ("task", "texts", "sequences"),
-    [(f"{Path(bridge_tasks.__file__)}@adding", SPELLED, 1), (EDITED, ["1"], 2)],
-    ids=["unedited", "edited"],
-)
-async def test_an_episode_is_the_same_data(
-    byte_model: Path, task: Any, texts: list[str], sequences: int
-) -> None:
-    renderer = bytes_renderer(byte_model)
+async def test_an_edited_episode_forks_as_theirs_does(renderer: Renderer) -> None:
+    task = Task(dataset=[Sample(input="x", target="1", id=1)], solver=rewriting(), scorer=match())
     dataset = load_environment(task, renderer, env_type="task")
-    policy = Says(renderer, *(text.removesuffix(END) + END for text in texts))
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
-    assert_same_data(group.trajectories_G[0], sequences)
+    group = await do_group_rollout(dataset.get_batch(0)[0], Says(renderer, "1" + END))
+    assert_same_data(group.trajectories_G[0], sequences=2)
+
+
+class Meets(Says):
+    """Says its text when all those of the barrier have been asked."""
+
+    def __init__(self, renderer: Renderer, barrier: asyncio.Barrier, text: str) -> None:
+        super().__init__(renderer, text)
+        self.barrier = barrier
+
+    async def __call__(self, *args: Any, **options: Any) -> TokensWithLogprobs:
+        await self.barrier.wait()
+        return await super().__call__(*args, **options)
+
+
+async def test_groups_of_different_tasks_and_options_run_at_the_same_time(renderer: Renderer) -> None:
+    """In one eval; each waits for the others' model calls."""
+    one = Task(dataset=[Sample(input="x", target="1", id=1)], solver=generate(), scorer=match())
+    other = Task(
+        dataset=[Sample(input="x", target="1", id=1)], solver=generate(), scorer=exact(), sandbox="local"
+    )
+    datasets = [
+        load_environment(FILE, renderer, env_type="task"),
+        load_environment(FILE, renderer, env_type="single_turn"),
+        load_environment(one, renderer),
+        load_environment(other, renderer, env_type="multi_turn"),
+    ]
+    barrier = asyncio.Barrier(2 * len(datasets))
+    builders = [pickle.loads(pickle.dumps(datasets[index].get_batch(0)[0])) for index in (0, 1)]
+    builders += [dataset.get_batch(0)[0] for dataset in datasets[2:]]
+    builders += [dataset.get_batch(0)[0] for dataset in datasets]
+    async with asyncio.timeout(60):
+        groups = await asyncio.gather(
+            *(
+                do_group_rollout(builder, Meets(renderer, barrier, ScriptedSampling.TURNS[1]))
+                for builder in builders
+            )
+        )
+    rewards = [group.get_total_rewards() for group in groups]
+    assert rewards == [[1.0], [1.0], [0.0], [1.0]] * 2
