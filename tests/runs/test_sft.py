@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from plain_sums import SUMS
 from run_ledger import ask, counted_calls, dictionaries
 from short_runs import curve, short_run
 from tinkerscript.config import RunConfig, SftConfig
-from tinkerscript.errors import EngineError
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.tokens import unpacked_sequences
 from tinkerscript.model_folder import TINY_MODEL
@@ -34,9 +34,9 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_API_KEY", KEY)
 
 
-def config(tmp_path: Path, folder: str, engine: dict[str, Any] | None = None, **sft: Any) -> RunConfig:
+def config(folder: Path, engine: dict[str, Any] | None = None, **sft: Any) -> RunConfig:
     """Chats about something that the tiny model does not know: sums of two digits, said backwards."""
-    chats = tmp_path / "chats.jsonl"
+    chats = folder.parent / "chats.jsonl"
     with chats.open("w") as file:
         for i in range(10, 90):
             messages = [
@@ -46,7 +46,7 @@ def config(tmp_path: Path, folder: str, engine: dict[str, Any] | None = None, **
             file.write(json.dumps({"messages": messages}) + "\n")
     return RunConfig.model_validate(
         {
-            "experiment_dir": str(tmp_path / folder),
+            "experiment_dir": str(folder),
             "method": "sft",
             "seed": 3,
             "engine": engine or {},
@@ -59,11 +59,6 @@ def config(tmp_path: Path, folder: str, engine: dict[str, Any] | None = None, **
 
 def logged(folder: Path, name: str) -> list[float]:
     return [line[name] for line in curve(folder) if name in line]
-
-
-def reinforcement(tmp_path: Path, engine: dict[str, Any]) -> RunConfig:
-    training = {"steps": 2, "groups_per_step": 6, "group_size": 4, "kl_penalty_coef": 0.05}
-    return short_run(tmp_path / "rl", engine=engine, training=training | {"batch_rule": "differing_groups"})
 
 
 def check_ledger(folder: Path, nll_before: float) -> None:
@@ -86,78 +81,64 @@ def check_ledger(folder: Path, nll_before: float) -> None:
     assert -sum(logprobs) / len(logprobs) == pytest.approx(nll_before, abs=0.5)
 
 
-async def check_both(tmp_path: Path, engine: dict[str, Any]) -> list[float]:
-    """The nll falls; a run of GRPO begins with the trained weights, and knows them as its start policy."""
-    watcher = QuietReporter()
-    folder = await run_sft(config(tmp_path, "sft", engine), watcher)
-    summary = json.loads((folder.path / "summary.json").read_text())
+def check_nll(folder: Path) -> list[float]:
+    """It falls, at both engines alike."""
+    summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["chats_trained"]) == (8, 64)
     assert summary["nll_after"] < 0.7 * summary["nll_before"]
-    assert logged(folder.path, "held_out/nll") == [
+    assert logged(folder, "held_out/nll") == [
         summary["nll_before"],
         pytest.approx(summary["nll_after"], abs=1.5),
         summary["nll_after"],
     ]
-    assert len(watcher.steps) == 8
-    assert {"step 1 to train", "the held-out nll", "the checkpoint of step 3"} <= set(watcher.waits)
-    assert watcher.waits[-1] == "the final checkpoint"
-    assert (folder.path / "learning_curve.png").stat().st_size
-    check_ledger(folder.path, summary["nll_before"])
-    final = str(folder.path / "checkpoints" / "final")
-    steps = QuietReporter()
-    await run_training(reinforcement(tmp_path, engine | {"checkpoint": final}), steps)
-    assert steps.steps[0]["train/kl_start"] == pytest.approx(0, abs=1e-4)
-    assert max(step["alignment/max_abs_dlogp"] for step in steps.steps) < 1e-4
-    return logged(folder.path, "train/nll")
+    check_ledger(folder, summary["nll_before"])
+    return logged(folder, "train/nll")
 
 
 async def test_the_nll_falls_and_reinforcement_goes_on_from_there(tmp_path: Path) -> None:
-    ours = await check_both(tmp_path, {})
-    (tmp_path / "service").mkdir()
-    with wire_server(TINY_MODEL, tmp_path / "wire", name="tiny-served", full=True) as wire:
-        theirs = await check_both(tmp_path / "service", {"backend": "tinker", "base_url": wire.url})
-    assert ours == pytest.approx(theirs, abs=1e-4)
-
-
-async def test_a_run_that_is_cut_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    whole = await run_sft(config(tmp_path, "whole"), QuietReporter())
+    """Also from a run that was cut. A run of GRPO begins with the trained weights, its start policy."""
+    watcher = QuietReporter()
+    folder = (await run_sft(config(tmp_path / "whole"), watcher)).path
+    assert {"step 1 to train", "the held-out nll", "the checkpoint of step 3"} <= set(watcher.waits)
+    assert watcher.waits[-1] == "the final checkpoint"
+    assert (folder / "learning_curve.png").stat().st_size
+    ours = check_nll(folder)
 
     class Cut(QuietReporter):
         def step(self, step: int, metrics: Any) -> None:
             if step == 5:
                 raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        await run_sft(config(tmp_path, "cut"), Cut())
     cut = tmp_path / "cut"
-    watcher = QuietReporter()
-    await run_sft(config(tmp_path, "cut"), watcher, path=cut)
-    assert len(watcher.steps) == 3, "steps 6 to 8: what ended the run cost no step"
+    with pytest.raises(ZeroDivisionError):
+        await run_sft(config(cut), Cut())
+    resumed = QuietReporter()
+    await run_sft(config(cut), resumed, path=cut)
+    assert len(resumed.steps) == 3, "steps 6 to 8: what ended the run cost no step"
     for name in ("train/nll", "held_out/nll"):
-        assert logged(cut, name) == pytest.approx(logged(whole.path, name), abs=1e-5)
+        assert logged(cut, name) == pytest.approx(logged(folder, name), abs=1e-5)
 
+    training = {"steps": 1, "groups_per_step": 3, "group_size": 4, "kl_penalty_coef": 0.05}
+    engine = {"checkpoint": str(cut / "checkpoints" / "final")}
+    training |= {"batch_rule": "differing_groups"}
+    await run_training(short_run(tmp_path / "rl", task=SUMS, engine=engine, training=training), watcher)
+    assert watcher.steps[-1]["train/kl_start"] == pytest.approx(0, abs=1e-4)
+    assert watcher.steps[-1]["alignment/max_abs_dlogp"] < 1e-4
 
-async def test_a_checkpoint_that_cannot_be_the_start_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"cannot load a causal language model from .*nowhere"):
-        await run_training(
-            reinforcement(tmp_path, {"checkpoint": str(tmp_path / "nowhere")}), QuietReporter()
-        )
+    with wire_server(TINY_MODEL, tmp_path / "wire", name="tiny-served", full=True) as wire:
+        service = {"backend": "tinker", "base_url": wire.url}
+        theirs = check_nll((await run_sft(config(tmp_path / "service", service), QuietReporter())).path)
+    assert ours == pytest.approx(theirs, abs=1e-4)
 
 
 # On the episodes of a run
 
 
-def from_run(tmp_path: Path, folder: str, source: Path, engine: dict[str, Any], **sft: Any) -> RunConfig:
+def from_run(folder: Path, source: Path, engine: dict[str, Any], **sft: Any) -> RunConfig:
     given = {"data": str(source), "held_out": 4, "batch_size": 8, **sft}
-    made = config(tmp_path, folder, engine)
+    made = config(folder, engine)
     training = made.training.model_copy(update={"learning_rate": 2e-4})
     return made.model_copy(update={"sft": SftConfig.model_validate(given), "training": training})
-
-
-async def source_run(tmp_path: Path) -> Path:
-    training = {"steps": 2, "groups_per_step": 16, "group_size": 6, "learning_rate": 1e-5}
-    folder = await run_training(short_run(tmp_path / "source", training=training), QuietReporter())
-    return folder.path
 
 
 def sampled(run: Path) -> dict[str, tuple[list[int], list[int]]]:
@@ -181,44 +162,48 @@ def trained(run: Path) -> list[tuple[dict[str, str], list[int], list[int]]]:
     return found
 
 
-async def test_the_best_episodes_of_a_run_train_on_their_own_tokens(tmp_path: Path) -> None:
-    source = await source_run(tmp_path)
-    folder = await run_sft(from_run(tmp_path, "best", source, {}, best=2), QuietReporter())
-    summary = json.loads((folder.path / "summary.json").read_text())
+async def check_best(folder: Path, source: Path) -> None:
+    settings = from_run(folder, source, {}, best=2)
+    await run_sft(settings, QuietReporter())
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["nll_after"] < summary["nll_before"]
     rewards = dict(ask(source, "SELECT uuid, reward FROM episodes"))
-    recorded, found = sampled(source), trained(folder.path)
-    assert len(found) == summary["chats_trained"] > 20
+    recorded, found = sampled(source), trained(folder)
+    assert len(found) == summary["chats_trained"] > 10
     for origin, tokens, own in found:
         assert (tokens, own) == recorded[origin["chosen"]]
         assert rewards[origin["chosen"]] > min(rewards.values())
 
 
-async def check_dpo(tmp_path: Path, source: Path, engine: dict[str, Any]) -> list[float]:
-    settings = from_run(tmp_path, "dpo", source, engine, dpo_beta=0.1, epochs=3)
-    folder = await run_sft(settings, QuietReporter())
-    loss, margin = (logged(folder.path, f"held_out/{name}") for name in ("loss", "margin"))
+async def check_dpo(folder: Path, source: Path, engine: dict[str, Any]) -> list[float]:
+    settings = from_run(folder, source, engine, dpo_beta=0.1, epochs=2)
+    await run_sft(settings, QuietReporter())
+    loss, margin = (logged(folder, f"held_out/{name}") for name in ("loss", "margin"))
     assert (loss[0], margin[0]) == (pytest.approx(np.log(2), abs=1e-5), pytest.approx(0, abs=1e-4))
     assert loss[-1] < loss[0]
     assert margin[-1] > 0
-    assert logged(folder.path, "train/loss")[0] == pytest.approx(np.log(2), abs=1e-5)
-    assert logged(folder.path, "train/accuracy")[-1] > 0.5
-    summary = json.loads((folder.path / "summary.json").read_text())
-    accuracy = logged(folder.path, "held_out/accuracy")
+    assert logged(folder, "train/loss")[0] == pytest.approx(np.log(2), abs=1e-5)
+    assert logged(folder, "train/accuracy")[-1] > 0.5
+    summary = json.loads((folder / "summary.json").read_text())
+    accuracy = logged(folder, "held_out/accuracy")
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (accuracy[0], accuracy[-1])
     recorded = sampled(source)
     rewards = dict(ask(source, "SELECT uuid, reward FROM episodes"))
-    pairs = trained(folder.path)
+    pairs = trained(folder)
     for (better, *one), (worse, *other) in zip(pairs[::2], pairs[1::2], strict=True):
         assert (one, other) == (list(recorded[better["chosen"]]), list(recorded[worse["rejected"]]))
         assert rewards[better["chosen"]] > rewards[worse["rejected"]]
     return loss
 
 
-async def test_pairs_of_a_run_train_the_same_at_both_engines(tmp_path: Path) -> None:
-    source = await source_run(tmp_path)
-    ours = await check_dpo(tmp_path, source, {})
-    (tmp_path / "service").mkdir()
+async def test_episodes_of_a_run_train_on_their_own_tokens_at_both_engines(tmp_path: Path) -> None:
+    """The best alone, and pairs."""
+    training = {"steps": 1, "groups_per_step": 16, "group_size": 4}
+    source = (
+        await run_training(short_run(tmp_path / "source", task=SUMS, training=training), QuietReporter())
+    ).path
+    await check_best(tmp_path / "best", source)
+    ours = await check_dpo(tmp_path / "dpo", source, {})
     with wire_server(TINY_MODEL, tmp_path / "wire", name="tiny-served", full=True) as wire:
         engine = {"backend": "tinker", "base_url": wire.url}
         theirs = await check_dpo(tmp_path / "service", source, engine)
