@@ -10,6 +10,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from plain_sums import SUMS
 from short_runs import short_run
 from tinkerscript.ledger.rows import CheckpointRow, PublicationRow, StepRow, TrainerRow
 from tinkerscript.testing import QuietReporter
@@ -84,7 +85,7 @@ def main(folder: Path, point: str) -> None:
         "learning_rate": 5e-4,
         "checkpoint_every": 1,
     }
-    config = short_run(folder, seed=5, training=training, workers={"concurrency": 3})
+    config = short_run(folder, seed=5, task=SUMS, training=training, workers={"concurrency": 3})
     Dying(point).install()
     path = folder if holds_run(folder) else None
     asyncio.run(run_training(config, QuietReporter(), path=path))

@@ -10,14 +10,13 @@ import time
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
 import dying_server
 import pytest
 from dying_server import DEAD
 
 from forked import Forked
+from interchange_helpers import collect, new_episodes, trainer
 from tinkerscript.addresses import ServerInfo, read_server_info
 from tinkerscript.client import AsyncTinkerScriptClient
 from tinkerscript.config import RunConfig, dump_config
@@ -31,12 +30,11 @@ from tinkerscript.ledger.rows import (
     TrainerRow,
     Use,
 )
-from tinkerscript.trainer_link.framing import LinkTimes
-from tinkerscript.trainer_link.messages import NewEpisode, Outcome
+from tinkerscript.trainer_link.messages import Outcome
 from tinkerscript.trainer_link.trainer_end import TrainerLink
 
 EPISODES = 4
-TIMES = LinkTimes(heartbeat_s=0.1, resend_s=0.2)
+NAMES = [f"e{number}" for number in range(EPISODES)]
 
 
 @pytest.mark.timeout(300)
@@ -58,7 +56,7 @@ async def _step_with_a_death_at(run_dir: Path, point: int) -> bool:
     (run_dir / "config.yaml").write_text(dump_config(config))
     with _server(run_dir, point) as server:
         info = await asyncio.to_thread(_listening, run_dir, server)
-        async with _link(info) as link:
+        async with trainer(info.link_address) as link:
             assert (await link.resume([])).step == 0
             outcomes = await _ended_episodes(info, link)
             committing = asyncio.create_task(link.commit(_rows(outcomes)))
@@ -79,34 +77,22 @@ async def _step_with_a_death_at(run_dir: Path, point: int) -> bool:
 
 
 async def _ended_episodes(info: ServerInfo, link: TrainerLink) -> list[Outcome]:
-    names = [f"e{number}" for number in range(EPISODES)]
-    await link.register(
-        [
-            NewEpisode(
-                episode_uuid=name, episode_type="train", group_id="g", payload=b"{}", step=1, position=0
-            )
-            for name in names
-        ]
-    )
+    await link.register(new_episodes(*NAMES))
     link.set_status(engine_status="ENGINE.ROLLING")
     async with AsyncTinkerScriptClient(info.url, client_uuid="c") as client:
-        for _ in names:
+        for _ in NAMES:
             await client.end_episode(await client.begin_episode(wait_s=10), 1.0)
-    found = list[Outcome]()
-    while len(found) < EPISODES:
-        found += await link.outcomes()
-    return found
+    return list((await collect(link, EPISODES)).values())
 
 
 def _rows(outcomes: list[Outcome]) -> list[TrainerRow]:
     now = time.time()
-    trained = [TrainedRow(episode=each.sequence, step=1, outcome=Use.TRAINED, place=0) for each in outcomes]
     return [
         PublicationRow(policy_version=1, step=1, time=now),
         StepRow(step=1, time=now, policy_version=1),
         MetricRow(name="reward/mean", step=1, value=1.0),
         FindingRow(step=1, kind="warning", name="retokenised"),
-        *trained,
+        *(TrainedRow(episode=each.sequence, step=1, outcome=Use.TRAINED, place=0) for each in outcomes),
     ]
 
 
@@ -114,12 +100,12 @@ async def _nothing_is_open(run_dir: Path) -> None:
     """A trainer that begins now gets no outcome again."""
     info = read_server_info(run_dir)
     assert info is not None
-    async with _link(info) as link:
+    async with trainer(info.link_address) as link:
         history = await link.resume([])
         tally = await link.tally()
     # Without a checkpoint the step is undone, and its episodes are its own again: once each.
     assert history.step == 0
-    assert [plan.episode_uuid for plan in history.planned] == [f"e{number}" for number in range(EPISODES)]
+    assert [plan.episode_uuid for plan in history.planned] == NAMES
     assert tally.planned_accepted == EPISODES
 
 
@@ -160,13 +146,3 @@ def _listening(run_dir: Path, process: Forked) -> ServerInfo:
         assert process.poll() is None, (run_dir / "server.log").read_text()
         time.sleep(0.02)
     return info
-
-
-def _link(info: ServerInfo) -> TrainerLink:
-    return TrainerLink(
-        info.link_address, trainer_id=uuid4().hex, model="none", sampler=_no_samples, times=TIMES
-    )
-
-
-async def _no_samples(request: object, progress: object = None) -> Any:
-    raise RuntimeError("nobody calls the model here")

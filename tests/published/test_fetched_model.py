@@ -17,10 +17,12 @@ TEXTS = [
 ]
 
 
-def test_texts_come_back_as_they_were(smollm2: Path) -> None:
+def test_its_tokenizer_gives_texts_back_and_its_config_names_the_end_of_a_reply(smollm2: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
+    config = json.loads((smollm2 / "config.json").read_text())
+    assert config["eos_token_id"] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
 def test_a_chat_is_answered_with_what_it_asks_for_and_ended(smollm2: Path) -> None:
@@ -34,9 +36,3 @@ def test_a_chat_is_answered_with_what_it_asks_for_and_ended(smollm2: Path) -> No
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=20, do_sample=False
     )[0, prompt.shape[1] :]
     assert tokenizer.decode(sampled) == "The capital of France is Paris.<|im_end|>"
-
-
-def test_the_config_names_the_end_of_a_reply(smollm2: Path) -> None:
-    config = json.loads((smollm2 / "config.json").read_text())
-    tokenizer: Any = AutoTokenizer.from_pretrained(smollm2)
-    assert config["eos_token_id"] == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -18,7 +18,7 @@ from tinkerscript import gguf_file
 from tinkerscript.errors import ConfigError
 from tinkerscript.model_folder import model_folder, pinned_model
 
-WIDTH, HEADS, LAYERS, CONTEXT = 32, 4, 2, 256
+VOCABULARY, WIDTH, HEADS, LAYERS, CONTEXT = 2000, 32, 4, 2, 256
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +28,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(smollm2: Path) -> LlamaForCausalLM:
-    """Small, at random weights, with SmolLM2's vocabulary."""
+def tokenizer(smollm2: Path) -> dict[str, Any]:
+    """SmolLM2's, cut to its first tokens."""
+    made = json.loads((smollm2 / "tokenizer.json").read_text())
+    vocabulary = {token: number for token, number in made["model"]["vocab"].items() if number < VOCABULARY}
+    merges = [pair for pair in made["model"]["merges"] if "".join(pair) in vocabulary]
+    made["model"] |= {"vocab": vocabulary, "merges": merges}
+    return made
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    """Small, at random weights."""
     torch.manual_seed(0)
-    vocabulary = json.loads((smollm2 / "config.json").read_text())["vocab_size"]
     shape: dict[str, Any] = {
-        "vocab_size": vocabulary,
+        "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
         "intermediate_size": 2 * WIDTH,
         "num_hidden_layers": LAYERS,
@@ -45,9 +54,8 @@ def model(smollm2: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**shape))
 
 
-def written(path: Path, smollm2: Path, model: LlamaForCausalLM) -> Path:
-    """The model and SmolLM2's tokenizer as llama.cpp's converter writes them."""
-    tokenizer = json.loads((smollm2 / "tokenizer.json").read_text())
+def written(path: Path, template: str, tokenizer: dict[str, Any], model: LlamaForCausalLM) -> Path:
+    """The model and its tokenizer as llama.cpp's converter writes them."""
     vocabulary = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
     special = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
     writer = gguf.GGUFWriter(path, "llama")
@@ -68,7 +76,7 @@ def written(path: Path, smollm2: Path, model: LlamaForCausalLM) -> Path:
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_bos_token_id(special["<|im_start|>"])
     writer.add_eos_token_id(special["<|im_end|>"])
-    writer.add_chat_template((smollm2 / "chat_template.jinja").read_text())
+    writer.add_chat_template(template)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     for name, weights in model.state_dict().items():
         if name == "lm_head.weight":
@@ -87,15 +95,16 @@ def written(path: Path, smollm2: Path, model: LlamaForCausalLM) -> Path:
 
 
 def test_a_gguf_file_becomes_the_folder_of_its_model(
-    tmp_path: Path, cache: Path, smollm2: Path, model: LlamaForCausalLM
+    tmp_path: Path, cache: Path, smollm2: Path, tokenizer: dict[str, Any], model: LlamaForCausalLM
 ) -> None:
-    file, told = written(tmp_path / "small.gguf", smollm2, model), list[str]()
+    template = (smollm2 / "chat_template.jinja").read_text()
+    file, told = written(tmp_path / "small.gguf", template, tokenizer, model), list[str]()
     folder = model_folder(str(file), note=told.append)
     assert folder.parent == cache
     assert told == [f"converting {file} to a model folder, once: {folder}"]
     text = "Ünïcode 漢字 12345  <|im_start|>user\n\n\tdef f(x): return 1.5e-3<|im_end|>"
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
-    assert ids == Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode(text).ids
+    assert ids == Tokenizer.from_str(json.dumps(tokenizer)).encode(text).ids
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         assert torch.equal(loaded(torch.tensor([ids])).logits, model(torch.tensor([ids])).logits)

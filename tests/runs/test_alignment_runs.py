@@ -34,25 +34,16 @@ from tinkerscript.train.run import run_training
 from tiny_tokenizer import write_model_folder
 
 WORDS_TASK = """
-from inspect_ai import Task, task
-from inspect_ai.dataset import Sample
-from inspect_ai.model import GenerateConfig
-from inspect_ai.scorer import Score, Target, mean, scorer
-from inspect_ai.solver import TaskState, generate
+from tinkerscript.workers.base_task import Task
 
 
-@scorer(metrics=[mean()])
-def spread():
-    async def score(state: TaskState, target: Target) -> Score:
-        return Score(value=sum(map(ord, state.output.completion)) % 97)
-    return score
+class Words(Task):
+    def samples(self, *, held_out):
+        return [{"id": f"s{i}", "input": f"Say {i}"} for i in range(6)]
 
-
-@task
-def words():
-    config = GenerateConfig(max_tokens=16)
-    samples = [Sample(id=f"s{i}", input=f"Say {i}") for i in range(6)]
-    return Task(dataset=samples, solver=[generate()], scorer=spread(), config=config)
+    async def rollout(self, sample, model):
+        said = await model.ask([{"role": "user", "content": sample["input"]}], max_tokens=16)
+        return float(sum(map(ord, said)) % 97)
 """
 
 
@@ -62,8 +53,8 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-Corruption = Callable[[list[int], list[int], list[float], Any], Any]
-"""Prompt, honest ids and log probabilities, the honest sampler -> ids and log probabilities (awaitable)."""
+Corruption = Callable[[list[int], list[float]], tuple[list[int], list[float]]]
+"""Of ids and log probabilities."""
 
 
 class CorruptSampler(Sampler):
@@ -75,11 +66,10 @@ class CorruptSampler(Sampler):
 
     async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
         result = await self._honest.sample(request, progress)
-        prompt = unpack_ids(request.prompt).tolist()
         sequences: list[SampledSequence] = []
         for sequence in result.sequences:
             honest = unpack_ids(sequence.sampled).tolist(), unpack_logprobs(sequence.logprobs).tolist()
-            ids, logprobs = await self._corrupt(prompt, *honest, self._honest)
+            ids, logprobs = self._corrupt(*honest)
             corrupted = {"sampled": pack_ids(ids), "logprobs": pack_logprobs(logprobs)}
             sequences.append(structs.replace(sequence, **corrupted))
         return structs.replace(result, sequences=sequences)
@@ -96,28 +86,15 @@ def corrupting(corrupt: Corruption, *, from_version: int = 0) -> type[Policy]:
     return CorruptPolicy
 
 
-async def late(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
+def late(ids: list[int], logprobs: list[float]) -> tuple[list[int], list[float]]:
     return ids, [logprobs[-1], *logprobs[:-1]]
 
 
-async def cut(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
+def cut(ids: list[int], logprobs: list[float]) -> tuple[list[int], list[float]]:
     return ids, logprobs[:-2]
 
 
-async def cut_and_padded(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
-    return ids, [*logprobs[:-5], *[0.0] * len(logprobs[-5:])]
-
-
-async def of_the_likeliest(prompt: Any, ids: Any, logprobs: Any, sampler: Any) -> Any:
-    found: list[float] = []
-    for end in range(len(ids)):
-        before = pack_ids([*prompt, *ids[:end]])
-        result = await sampler.sample(SampleRequest(prompt=before, max_tokens=1, temperature=0.0))
-        found.append(unpack_logprobs(result.sequences[0].logprobs)[0])
-    return ids, found
-
-
-async def from_text(prompt: Any, ids: Any, logprobs: Any, sampler: Any, *, model: Path) -> Any:
+def from_text(ids: list[int], logprobs: list[float], *, model: Path) -> tuple[list[int], list[float]]:
     """Ids made of the text, and the log probabilities cut or repeated until they fit."""
     tokenizer = LightTokenizer(model)
     made = tokenizer.encode(tokenizer.decode(ids))
@@ -146,25 +123,15 @@ def babbling_run(tmp_path: Path, model: Path, **training: Any) -> RunConfig:
     return short_run(
         "run",
         engine={"model": str(model)},
-        task={"name": f"{tmp_path / 'words.py'}@words"},
-        training={"steps": 2, "groups_per_step": 6, "group_size": 4, **training},
+        task={"name": f"{tmp_path / 'words.py'}:Words"},
+        training={"steps": 2, "groups_per_step": 3, "group_size": 4, **training},
     )
-
-
-async def test_the_babbling_model_is_aligned(tmp_path: Path, babbling_model: Path) -> None:
-    folder = await run_training(babbling_run(tmp_path, babbling_model), QuietReporter())
-    report = json.loads((folder.path / "alignment.json").read_text())
-    assert report["max_abs_dlogp"] <= 1e-4
-    assert (report["errors"], report["findings"]) == ({}, [])
 
 
 @pytest.mark.parametrize(
     ("corrupt", "name", "words"),
     [
-        (late, "logprobs_shifted", "the logprobs are 1 token too late"),
         (cut, "lengths_differ", r"the sampler returned \d+ token ids and \d+ logprobs"),
-        (cut_and_padded, "logprobs_truncated", r"the last \d\.\d tokens of a call"),
-        (of_the_likeliest, "logprobs_of_the_likeliest", "of the most likely token instead of the sampled"),
         (from_text, "ids_retokenised", "ids were encoded from text in place of the sampled ones"),
     ],
 )
@@ -205,27 +172,11 @@ async def test_a_run_goes_on_with_a_warning_if_it_is_told_to(
         note.startswith("step 2: logprobs_shifted: the logprobs are 1 token") for note in watcher.notes
     )
     first, second = watcher.steps
-    assert first["train/sequences"] == 24
-    assert second["alignment/errors/logprobs_shifted"] == 24 - second["train/sequences"] >= 12
+    assert first["train/sequences"] == 12, "the honest sampler is aligned"
+    assert first["alignment/max_abs_dlogp"] <= 1e-4
+    assert second["alignment/errors/logprobs_shifted"] == 12 - second["train/sequences"] >= 6
     (row,) = [row for row in health_rows(LedgerReader(folder.path)) if row.name == "mismatch"]
     assert (row.kind, row.words) == ("bad", "1 steps whose tokens the trainer did not reproduce")
     summary = json.loads((folder.path / "summary.json").read_text())
     assert summary["steps"] == 2
     assert any(line.startswith("not trained, ") for line in summary["alignment"])
-
-
-async def test_answers_cut_short_behind_the_link_stop_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There the fault is in a reply to the server: the trainer must not wait for better ones."""
-    monkeypatch.setattr("tinkerscript.train.run.Policy", corrupting(cut))
-    config = short_run(
-        "run",
-        networked=True,
-        training={"steps": 1, "groups_per_step": 2, "group_size": 2},
-        workers={"concurrency": 4},
-    )
-    with pytest.raises(AlignmentError, match="lengths_differ: the sampler returned"):
-        await run_training(config, QuietReporter())
-    report = json.loads((tmp_path / "run" / "alignment.json").read_text())
-    assert [f["name"] for f in report["findings"]] == ["lengths_differ"]

@@ -1,10 +1,9 @@
-"""tinker_cookbook's rollouts of the environments in threads and in processes."""
+"""tinker_cookbook's rollouts of the environments in threads."""
 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,38 +24,26 @@ def renderer(byte_model: Path) -> Renderer:
     return bytes_renderer(byte_model)
 
 
-async def run_groups(executor: Executor, renderer: Renderer) -> None:
+async def test_threads_that_run_groups_take_turns_with_inspect(renderer: Renderer) -> None:
     client: Any = ScriptedSampling(
         [encode(renderer, text) for text in ScriptedSampling.TURNS], encode(renderer, END)[0]
     )
     dataset = load_environment(FILE, renderer, env_type="task", num_envs_per_group=2, batch_size=3)
-    set_rollout_executor(executor)
-    try:
-        groups = await asyncio.gather(
-            *(
-                do_group_rollout_and_filter_constant_reward(
-                    client, builder, 64, 1.0, False, enable_logging=False
+    with ThreadPoolExecutor(3) as executor:
+        set_rollout_executor(executor)
+        try:
+            groups = await asyncio.gather(
+                *(
+                    do_group_rollout_and_filter_constant_reward(
+                        client, builder, 64, 1.0, False, enable_logging=False
+                    )
+                    for builder in dataset.get_batch(0)
                 )
-                for builder in dataset.get_batch(0)
             )
-        )
-    finally:
-        set_rollout_executor(None)
+        finally:
+            set_rollout_executor(None)
     rewards = [group.get_total_rewards() for group in groups if group is not None]
     assert rewards == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
     for group in groups:
         assert group is not None
         assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [2, 2]
-
-
-async def test_threads_that_run_groups_take_turns_with_inspect(renderer: Renderer) -> None:
-    with ThreadPoolExecutor(3) as executor:
-        await run_groups(executor, renderer)
-
-
-async def test_a_process_loads_the_task_again_and_runs_groups(renderer: Renderer, byte_model: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        1, mp_context=spawn, initializer=bridge_tasks.register_in_worker, initargs=(str(byte_model),)
-    ) as executor:
-        await run_groups(executor, renderer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -60,9 +59,8 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_cut_run_asks_what_it_would_have_asked(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     await run_training(config(whole, tmp_path), QuietReporter())
-    for number, after in enumerate((3 * GROUPS * 8 - 5, 50)):
-        with pytest.raises(CutError):
-            await run_training(config(cut, tmp_path), Cut(after=after), path=cut if number else None)
+    with pytest.raises(CutError):
+        await run_training(config(cut, tmp_path), Cut(after=3 * GROUPS * 8 - 5))
     await run_training(config(cut, tmp_path), QuietReporter(), path=cut)
     assert asked(cut) == asked(whole)
 
@@ -83,21 +81,9 @@ async def test_a_cut_run_asks_what_it_would_have_asked(tmp_path: Path) -> None:
 async def test_an_evaluation_of_several_attempts_has_pass_at_k(tmp_path: Path) -> None:
     evaluation = {"episodes": 32, "attempts": 4}
     await run_training(config(tmp_path / "run", tmp_path, steps=0, evaluation=evaluation), QuietReporter())
-    rows = ask(
-        tmp_path / "run",
-        "SELECT s.payload, e.reward FROM episodes AS e JOIN samples AS s ON s.digest = e.sample "
-        "WHERE label = 'after'",
-    )
-    passed = Counter[str]()
-    for payload, reward in rows:
-        passed[json.loads(payload)["sample"]["id"]] += int(reward)
-    assert len(passed) == 8
     found = dict(
         ask(tmp_path / "run", "SELECT name, value FROM metrics WHERE name LIKE 'eval/%' AND undone = 0")
     )
-    assert found["eval/pass@1"] == pytest.approx(sum(passed.values()) / 32) == found["eval/score"]
-    assert found["eval/pass@4"] == sum(number > 0 for number in passed.values()) / 8
-    assert found["eval/pass@2"] >= found["eval/pass@1"]
-    assert found["eval/pass@4_margin"] > 0
+    assert found["eval/pass@4"] > found["eval/pass@1"] == pytest.approx(found["eval/score"])
     ((margin,),) = ask(tmp_path / "run", "SELECT margin FROM evaluations WHERE label = 'after'")
     assert margin == pytest.approx(found["eval/pass@1_margin"]), "over samples, not over attempts"

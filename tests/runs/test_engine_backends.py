@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from plain_sums import SUMS
 from short_runs import curve, short_run
 from tinkerscript.config import RunConfig
 from tinkerscript.errors import ConfigError
@@ -18,7 +19,7 @@ from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, Wire, wire_server
 
-pytestmark = SDK_LEAVES_SOCKETS
+pytestmark = [SDK_LEAVES_SOCKETS, pytest.mark.xdist_group("engine backends")]
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +37,13 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def config(folder: Path, engine: dict[str, Any]) -> RunConfig:
     training = {
         "steps": 10,
-        "groups_per_step": 4,
+        "groups_per_step": 2,
         "group_size": 4,
         "learning_rate": 5e-4,
         "checkpoint_every": 5,
     }
     penalty = {"kl_penalty_coef": 0.1, "kl_reference_every": 4}
-    return short_run(folder, seed=11, engine=engine, training=training | penalty)
+    return short_run(folder, seed=11, task=SUMS, engine=engine, training=training | penalty)
 
 
 def episodes(folder: Path, step: int) -> list[tuple[Any, ...]]:
@@ -75,16 +76,12 @@ async def test_both_engines_give_the_same_run(wire: Wire, tmp_path: Path) -> Non
             assert one[2] == pytest.approx(other[2], abs=1e-4)
 
 
-async def test_a_service_that_cannot_be_used_is_refused_by_name(wire: Wire, tmp_path: Path) -> None:
-    chosen = {"backend": "tinker", "base_url": wire.url, "service_model": "other"}
-    with pytest.raises(ConfigError, match=r"engine\.service_model: 'other' is not one of tiny-served"):
-        await run_training(config(tmp_path / "run", chosen), QuietReporter())
-
-
-async def test_the_key_comes_from_the_environment_alone(
+async def test_a_service_that_cannot_be_used_is_refused_by_name(
     wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    service = {"backend": "tinker", "base_url": wire.url}
+    with pytest.raises(ConfigError, match=r"engine\.service_model: 'other' is not one of tiny-served"):
+        await run_training(config(tmp_path / "a", service | {"service_model": "other"}), QuietReporter())
     monkeypatch.delenv("TINKER_API_KEY")
-    chosen = {"backend": "tinker", "base_url": wire.url}
     with pytest.raises(ConfigError, match="needs the environment variable TINKER_API_KEY"):
-        await run_training(config(tmp_path / "run", chosen), QuietReporter())
+        await run_training(config(tmp_path / "b", service), QuietReporter())

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from plain_sums import SUMS
 from run_ledger import results, rows
+from short_runs import short_run
 from tinkerscript.commands import train as command
 from tinkerscript.commands.show import show_command
-from tinkerscript.config import RunConfig
 from tinkerscript.ledger.health import HealthRow, best_score, health_rows
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.rows import TrainedRow, Use
@@ -23,77 +23,54 @@ from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
-ARITHMETIC = f"{Path(__file__).parents[2] / 'examples' / 'arithmetic.py'}@arithmetic"
-
 TASK = """
 from collections import Counter
 
-from inspect_ai import Task, task
-from inspect_ai.dataset import Sample
-from inspect_ai.scorer import CORRECT, INCORRECT, Score, accuracy, scorer
-from inspect_ai.solver import generate
-
-SAMPLES = [Sample(id=f"s{i}", input=f"What is {i}+1?", target=str(i + 1)) for i in range(4)]
+from tinkerscript.workers.base_task import Task
 
 
-@scorer(metrics=[accuracy()])
-def judge(what):
-    counts = Counter()
+class Judged(Task):
+    def __init__(self, *, what):
+        self._what, self._counts = what, Counter()
 
-    async def score(state, target):
-        if what == "broken" and state.sample_id == "s3":
+    def samples(self, *, held_out):
+        return [{"id": f"s{i}", "input": f"What is {i}+1?"} for i in range(4)]
+
+    async def rollout(self, sample, model):
+        await model.ask([{"role": "user", "content": sample["input"]}])
+        what, name = self._what, sample["id"]
+        if what == "broken" and name == "s3":
             raise RuntimeError("this sample cannot be scored")
-        counts[state.sample_id] += 1
+        self._counts[name] += 1
         if what in ("coin", "loud"):  # Every other episode of a sample: nothing can be learned.
-            size = 100.0 if what == "loud" and counts[state.sample_id] > 8 else 1.0
-            return Score(value=size * (counts[state.sample_id] % 2))
-        if what in ("easy", "hard") and state.sample_id == "s0":  # It shows that there are other rewards.
-            return Score(value=CORRECT if what == "hard" else INCORRECT)
-        return Score(value=CORRECT if what == "easy" else INCORRECT)
-    return score
-
-
-@task
-def judged(what="hard"):
-    return Task(dataset=SAMPLES, solver=[generate()], scorer=judge(what))
+            size = 100.0 if what == "loud" and self._counts[name] > 8 else 1.0
+            return size * (self._counts[name] % 2)
+        if what in ("easy", "hard") and name == "s0":  # It shows that there are other rewards.
+            return float(what == "hard")
+        return float(what == "easy")
 """
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """Runs once what several tests look at."""
-    done: dict[str, Run] = {}
-
-    def run(name: str, **sections: Any) -> Run:
-        if name not in done:
-            done[name] = Run(tmp_path_factory.mktemp(name), **sections)
-        return done[name]
-
-    return run
 
 
 class Run:
     """A finished run in this process, with the tiny model."""
 
-    def __init__(self, folder: Path, *, task: dict[str, Any] | None = None, **sections: Any) -> None:
-        training = {
-            "steps": 4,
-            "groups_per_step": 8,
-            "group_size": 8,
-            "minibatches": 4,
-            "learning_rate": 3e-4,
-        }
-        self.config = RunConfig.model_validate(
-            {
-                "experiment_dir": str(folder / "run"),
-                "enable_tinkerscript_mode": False,
-                "task": task
-                or {"name": ARITHMETIC, "train_args": {"split": "train"}, "eval_args": {"split": "test"}},
-                **sections,
-                "sampling": {"max_tokens": 16} | sections.get("sampling", {}),
-                "training": training | sections.get("training", {}),
-                "evaluation": {"episodes": 64} | sections.get("evaluation", {}),
-            }
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        task: dict[str, Any] = SUMS,
+        evaluated: int = 40,
+        max_tokens: int = 16,
+        **training: Any,
+    ) -> None:
+        usual = {"steps": 4, "groups_per_step": 8, "group_size": 8, "minibatches": 4, "learning_rate": 3e-4}
+        self.config = short_run(
+            folder / "run",
+            task=task,
+            # The task's own limit of tokens would come before the run's.
+            sampling={"max_tokens": max_tokens, "precedence": "run"},
+            training=usual | training,
+            evaluation={"episodes": evaluated},
         )
         self.watcher = QuietReporter()
         with pytest.MonkeyPatch.context() as patch:
@@ -119,23 +96,16 @@ class Run:
 def judged(folder: Path, what: str) -> dict[str, Any]:
     path = folder / "judged.py"
     path.write_text(TASK)
-    return {"name": f"{path}@judged", "train_args": {"what": what}}
+    return {"name": f"{path}:Judged", "train_args": {"what": what}}
 
 
-Started = Callable[..., Run]
-
-
-TINY_STEPS = {"steps": 2, "groups_per_step": 4, "group_size": 2, "minibatches": 1}
+TINY_STEPS: dict[str, Any] = {"steps": 2, "groups_per_step": 4, "group_size": 2, "minibatches": 1}
 """For runs whose rewards decide everything."""
 
 
-def destroyed(started: Started) -> Run:
+def test_a_run_that_destroys_its_model_is_no_success(tmp_path: Path) -> None:
     """Its rate is a thousand times too high: after a step, the tiny model answers next to nothing."""
-    return started("destroyed", training={"learning_rate": 0.01, "steps": 3})
-
-
-def test_a_run_that_destroys_its_model_is_no_success(started: Started) -> None:
-    run = destroyed(started)
+    run = Run(tmp_path, learning_rate=0.01, steps=3, groups_per_step=4)
     assert {"held_out", "reward", "length"} <= {name for name, kind in run.red().items() if kind == "bad"}
     assert "replies have become nearly empty" in run.rows["length"].words
     (before,) = [note for note in run.watcher.notes if "too high" in note]
@@ -152,8 +122,8 @@ def test_a_run_that_destroys_its_model_is_no_success(started: Started) -> None:
     assert text.splitlines()[-1].startswith("the model is worse than it was: 0.")
 
 
-def test_a_run_that_learns_is_well_and_ends_with_its_model(started: Started) -> None:
-    run = started("well", training={"steps": 4})
+def test_a_run_that_learns_is_well_and_ends_with_its_model(tmp_path: Path) -> None:
+    run = Run(tmp_path)
     assert run.red() == {}
     assert overview("r", run.ledger).health.verdict == "all well"
     code, text = run.reported()
@@ -162,16 +132,8 @@ def test_a_run_that_learns_is_well_and_ends_with_its_model(started: Started) -> 
     assert text.splitlines()[-1] == "health             all well"
 
 
-def test_the_page_has_the_shares_that_the_calls_of_a_run_have(started: Started, tmp_path: Path) -> None:
-    """The task's own limit of tokens would come before the run's."""
-    demo = Path(ARITHMETIC.partition("@")[0]).read_text()
-    (tmp_path / "unlimited.py").write_text(demo.replace("config=GenerateConfig(max_tokens=8),", ""))
-    task: dict[str, Any] = {
-        "name": f"{tmp_path / 'unlimited.py'}@arithmetic",
-        "train_args": {"split": "train"},
-    }
-    task["eval_args"] = {"split": "test"}
-    run = started("short", task=task, sampling={"max_tokens": 3}, training={"steps": 2})
+def test_the_page_has_the_shares_that_the_calls_of_a_run_have(tmp_path: Path) -> None:
+    run = Run(tmp_path, max_tokens=3, evaluated=0, steps=2, group_size=4, minibatches=1)
     accepted = {each.sequence: each for each in results(run.folder)}
     steps: dict[int, list[EpisodeAccepted]] = {}
     for row in rows(run.folder, TrainedRow, "WHERE step > 0 AND outcome != ?", Use.EVALUATED):
@@ -203,8 +165,8 @@ def test_the_page_has_the_shares_that_the_calls_of_a_run_have(started: Started, 
         assert {name: m[name] for name in figures} == pytest.approx(figures)
 
 
-def test_a_run_that_trains_nothing_is_no_success_and_says_why(tmp_path: Path, started: Started) -> None:
-    run = started("broken", task=judged(tmp_path, "broken"), training=TINY_STEPS, evaluation={"episodes": 0})
+def test_a_run_that_trains_nothing_is_no_success_and_says_why(tmp_path: Path) -> None:
+    run = Run(tmp_path, task=judged(tmp_path, "broken"), evaluated=0, **TINY_STEPS)
     assert run.red() == {"trained": "bad", "equal": "warn", "failed": "bad"}
     assert run.rows["trained"].value == "0 of the last 2"
     assert run.rows["trained"].words == "every episode so far has the reward 0: nothing shows what is better"
@@ -219,24 +181,21 @@ def test_a_run_that_trains_nothing_is_no_success_and_says_why(tmp_path: Path, st
 
 @pytest.mark.parametrize(("what", "words"), [("hard", "too hard: groups"), ("easy", "too easy: groups")])
 def test_groups_without_signal_say_whether_the_task_is_too_hard(
-    tmp_path: Path, started: Started, what: str, words: str
+    tmp_path: Path, what: str, words: str
 ) -> None:
-    run = started(what, task=judged(tmp_path, what), training=TINY_STEPS, evaluation={"episodes": 0})
+    run = Run(tmp_path, task=judged(tmp_path, what), evaluated=0, **TINY_STEPS)
     assert run.rows["equal"].kind == "warn"
     assert run.rows["equal"].words.startswith(words)
 
 
-def test_a_model_that_forgets_how_to_answer_has_no_entropy_and_empty_replies(
-    tmp_path: Path, started: Started
-) -> None:
-    training = {"groups_per_step": 4, "learning_rate": 0.01}
-    run = started("coin", task=judged(tmp_path, "coin"), training=training, evaluation={"episodes": 0})
+def test_a_model_that_forgets_how_to_answer_has_no_entropy_and_empty_replies(tmp_path: Path) -> None:
+    run = Run(tmp_path, task=judged(tmp_path, "coin"), evaluated=0, groups_per_step=4, learning_rate=0.01)
     red = run.red()
     assert (red["length"], red["entropy"], red["rate"]) == ("bad", "warn", "warn")
     assert any("reply length 2.0 → 1.0" in note for note in run.watcher.notes)
 
 
-def test_gradients_that_explode_are_worth_a_look(tmp_path: Path, started: Started) -> None:
+def test_gradients_that_explode_are_worth_a_look(tmp_path: Path) -> None:
     training = {"steps": 2, "groups_per_step": 4, "minibatches": 1}
-    run = started("loud", task=judged(tmp_path, "loud"), training=training, evaluation={"episodes": 0})
+    run = Run(tmp_path, task=judged(tmp_path, "loud"), evaluated=0, **training)
     assert run.red() == {"gradients": "warn"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,11 @@ from PIL import Image
 from run_ledger import ask
 from short_runs import curve
 from tinkerscript.config import RunConfig
-from tinkerscript.engine.embedded import EmbeddedEngine
-from tinkerscript.engine.image_features import with_images
-from tinkerscript.engine.weights import LoraSettings, load_model
+from tinkerscript.engine.weights import load_model
 from tinkerscript.errors import ConfigError
 from tinkerscript.ledger.groups import recorded_groups
-from tinkerscript.ledger.sqlite import SqliteLedger
 from tinkerscript.model_folder import TINY_MODEL
-from tinkerscript.rollouts.advantages import WeightedRollout
-from tinkerscript.rollouts.call import Call
-from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.rollout import Rollout
-from tinkerscript.rollouts.trainers import to_training_datum
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.policy_loss import check_images
 from tinkerscript.train.run import run_training
@@ -133,19 +125,6 @@ def config(folder: Path, model: Path, **sections: Any) -> RunConfig:
     )
 
 
-async def recorded(run: Path) -> dict[str, list[Call]]:
-    """The calls of each episode, with the files of their images."""
-    claims = ask(
-        run,
-        "SELECT uuid, sequence, max(attempt) FROM episodes JOIN attempts ON sequence = episode "
-        "WHERE state = 'ended' GROUP BY sequence",
-    )
-    ledger = SqliteLedger(run / "ledger.sqlite")
-    found = await ledger.calls([(sequence, attempt) for _, sequence, attempt in claims])
-    await ledger.close()
-    return {uuid: calls for (uuid, _, _), calls in zip(claims, found, strict=True)}
-
-
 def own_logprobs(network: Any, model: Path, rollout: Rollout) -> torch.Tensor:
     """(R,): the sampled tokens', in transformers' forward pass over the processor's tensors."""
     images = [Image.open(io.BytesIO(image.data)) for image in rollout.images]
@@ -156,61 +135,29 @@ def own_logprobs(network: Any, model: Path, rollout: Rollout) -> torch.Tensor:
     return logprobs[torch.from_numpy(rollout.sampled[1:])]
 
 
-def sound(rollouts: Iterable[Rollout], placeholder: int) -> list[Rollout]:
-    """Leave out replies with a placeholder, which transformers would take for an image."""
-    return [each for each in rollouts if placeholder not in each.tokens[each.sampled]]
-
-
-def gradient_gap(model: Path, rollout: Rollout, folder: Path) -> float:
-    """Compare the adapter's gradient with one through transformers' forward pass: a relative difference."""
-    advantages = np.where(rollout.loss_mask, np.float32(0.5), np.float32(0))
-    datum = with_images(to_training_datum(WeightedRollout(rollout, advantages)), rollout.images)
-    with EmbeddedEngine(
-        model, checkpoint_dir=folder, lora=LoraSettings(4, targets=("attn", "mlp"))
-    ) as engine:
-        client = engine.create_training_client()
-        client.forward_backward([datum], "importance_sampling").result()
-        parameters = engine._trainer.weights.parameters
-        ours = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
-        engine._trainer.drop_gradients()
-        engine._trainer.weights.activate()
-        logprobs = own_logprobs(engine._model, model, rollout)
-        sampled = torch.from_numpy(rollout.logprobs[rollout.sampled].copy())
-        (-0.5 * (logprobs - sampled).exp().sum()).backward()
-        theirs = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    one, other = (torch.cat([each.flatten() for each in grads]) for grads in (ours, theirs))
-    assert other.norm() > 0
-    return float((one - other).norm() / other.norm())
-
-
-async def check(run: Path, model: Path, tmp_path: Path, *, turns: int) -> None:
+def check(run: Path, model: Path, *, turns: int) -> None:
     report = json.loads((run / "alignment.json").read_text())
     assert report["tokens_trained"] > 0
     assert report["max_abs_dlogp"] <= 1e-4
     assert [line["step"] for line in curve(run)] == [1, 2]
     assert all(line["train/grad_norm"] > 0 for line in curve(run))
 
-    calls = await recorded(run)
     network = load_model(model)
-    placeholder = network.config.image_token_id
-    first = {uuid: each for uuid, each in calls.items() if each[-1].policy_versions == (0,)}
     compared = 0
-    for uuid, of_episode in first.items():
-        (whole,) = rollouts = merge_calls(of_episode, episode_uuid=uuid)
-        assert [len(call.images) for call in of_episode] == [1] * turns
+    for episode in (each for group in recorded_groups(run) for each in group.episodes):
+        (whole,) = episode.rollouts
+        assert [len(call.images) for call in episode.calls] == [1] * turns
         assert len(whole.images) == turns
         assert {image.data for image in whole.images} <= set(FILES)
-        for rollout in sound(rollouts, placeholder):
-            with torch.no_grad():
-                expected = own_logprobs(network, model, rollout).numpy()
-            assert rollout.logprobs[rollout.sampled] == pytest.approx(expected, abs=1e-5)
-            compared += 1
-            if compared == 1:
-                assert gradient_gap(model, rollout, tmp_path) <= 1e-5
+        # Transformers would take a sampled placeholder for an image.
+        has_placeholder = network.config.image_token_id in whole.tokens[whole.sampled]
+        if has_placeholder or episode.calls[-1].policy_versions != (0,):
+            continue
+        with torch.no_grad():
+            expected = own_logprobs(network, model, whole).numpy()
+        assert whole.logprobs[whole.sampled] == pytest.approx(expected, abs=1e-5)
+        compared += 1
     assert compared
-    groups = list(recorded_groups(run))
-    merged = [rollout for group in groups for each in group.episodes for rollout in each.rollouts]
-    assert {image.data for rollout in merged for image in rollout.images} <= set(FILES)
     # Each file is stored once, and no call has a second copy.
     stored = [bytes(file) for (file,) in ask(run, "SELECT file FROM images")]
     assert len(stored) == len(set(stored)) <= len(FILES)
@@ -225,7 +172,7 @@ async def test_an_inspect_task_with_images_trains_as_it_sampled(tmp_path: Path, 
     first = config(tmp_path, model).model_copy(update={"training": training})
     await run_training(first, QuietReporter())
     folder = await run_training(config(tmp_path, model), QuietReporter(), path=tmp_path / "run")
-    await check(folder.path, model, tmp_path, turns=1)
+    check(folder.path, model, turns=1)
 
 
 async def test_a_script_with_two_images_trains_as_it_sampled(tmp_path: Path, model: Path) -> None:
@@ -236,13 +183,10 @@ async def test_a_script_with_two_images_trains_as_it_sampled(tmp_path: Path, mod
         tmp_path, model, enable_tinkerscript_mode=True, workers=workers, interchange_server=server
     )
     folder = await run_training(script, QuietReporter())
-    await check(folder.path, model, tmp_path, turns=2)
+    check(folder.path, model, turns=2)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_an_image_does_not_end_a_run_that_cannot_train_on_it(
-    tmp_path: Path, model: Path, processes: int
-) -> None:
+async def test_an_image_does_not_end_a_run_that_cannot_train_on_it(tmp_path: Path, model: Path) -> None:
     """Neither its own policy's nor a role's."""
     text = REFUSED.replace("URLS", repr([data_url(FILES[0])])).replace("MODELS", "('policy', 'writer')")
     (tmp_path / "agent.py").write_text(text)
@@ -250,9 +194,7 @@ async def test_an_image_does_not_end_a_run_that_cannot_train_on_it(
     script = config(
         tmp_path,
         model,
-        enable_tinkerscript_mode=True,
-        workers={"script": "agent.py", "count": 1, "concurrency": 4},
-        interchange_server={"interchange_server_port": 0, "processes": processes},
+        workers={"script": "agent.py", "concurrency": 4},
         roles={"writer": {"kind": "trained"}},
         training=steps,
     )

@@ -13,9 +13,11 @@ import pytest
 from inspect_ai._util.entrypoints import clear_entry_points_state
 from inspect_ai.log import list_eval_logs, read_eval_log_async
 
+from plain_sums import SUMS
 from run_ledger import ask, outcomes, rows
-from tinkerscript.config import EvaluationConfig, RunConfig, SamplingConfig, parse_config
-from tinkerscript.errors import ConfigError, EngineError, NoSuccessError
+from short_runs import short_run
+from tinkerscript.config import EvaluationConfig, RunConfig, parse_config
+from tinkerscript.errors import EngineError, NoSuccessError
 from tinkerscript.ledger.health import health_rows
 from tinkerscript.ledger.reader import LedgerReader
 from tinkerscript.ledger.rows import EpisodeRow, StepRow
@@ -49,13 +51,14 @@ def even_answer():
 
 @task
 def words():
-    config = GenerateConfig(max_tokens=4)
+    config = GenerateConfig(max_tokens=4, temperature=TEMPERATURE)
     return Task(dataset=SAMPLES, solver=[generate()], scorer=even_answer(), config=config)
 '''
 
 
-def config(tmp_path: Path, **training: Any) -> RunConfig:
-    (tmp_path / "tasks.py").write_text(TASKS)
+def config(tmp_path: Path, temperature: float | None = None, **training: Any) -> RunConfig:
+    """`temperature`: the task's own, which comes before the run's."""
+    (tmp_path / "tasks.py").write_text(TASKS.replace("TEMPERATURE", str(temperature)))
     return RunConfig.model_validate(
         {
             "experiment_dir": str(tmp_path / "run"),
@@ -80,54 +83,29 @@ async def test_a_run_in_which_everything_fails_ends_and_can_be_resumed(
 ) -> None:
     broken = tmp_path / "broken"
     broken.touch()
-    short = config(tmp_path, steps=1).model_copy(update={"evaluation": EvaluationConfig(episodes=evaluated)})
-    where = "evaluation before: all 6" if evaluated else "step 1: all 24"
+    short = config(tmp_path, steps=1, group_size=2, minibatches=1).model_copy(
+        update={"evaluation": EvaluationConfig(episodes=evaluated)}
+    )
+    where = "evaluation before: all 6" if evaluated else "step 1: all 12"
     with pytest.raises(NoSuccessError, match=rf"{where} episodes[^$]*RuntimeError\('this sample cannot"):
         await run_training(short, QuietReporter())
     assert not (tmp_path / "run" / "summary.json").exists()
     broken.unlink()
     folder = await run_training(short, QuietReporter(), path=tmp_path / "run")
     summary = json.loads((folder.path / "summary.json").read_text())
-    assert summary["train_episodes"] == 20
+    assert summary["train_episodes"] == 10
     assert (summary["episodes_lost"], summary["steps"]) == (0, 1)
 
 
-async def test_a_resumption_that_is_refused_leaves_the_config_as_it_was(tmp_path: Path) -> None:
-    made = config(tmp_path, steps=1).model_copy(update={"evaluation": EvaluationConfig(episodes=0)})
-    run = tmp_path / "run"
-    await run_training(made, QuietReporter())
-    kept = (run / "config.yaml").read_text()
-    wrong = parse_config(kept, source="config", overrides=["engine.lora.rank=4", "training.steps=2"])
-    with pytest.raises(EngineError, match="is not a LoRA adapter"):
-        await run_training(wrong, QuietReporter(), path=run)
-    assert (run / "config.yaml").read_text() == kept
-    right = parse_config(kept, source="config", overrides=["training.steps=2"])
-    await run_training(right, QuietReporter(), path=run)
-    assert json.loads((run / "summary.json").read_text())["steps"] == 2
-    assert "steps: 2" in (run / "config.yaml").read_text()
-
-
-@pytest.mark.parametrize(("temperature", "precedence"), [(0.5, "program"), (0.0, "run"), (0.0, "program")])
-async def test_a_task_that_names_a_temperature_trains_but_at_zero(
-    tmp_path: Path, temperature: float, precedence: str
-) -> None:
-    given = config(tmp_path, steps=1)
-    tasks = tmp_path / "tasks.py"
-    text = tasks.read_text().replace("max_tokens=4)", f"max_tokens=4, temperature={temperature})")
-    assert f"temperature={temperature}" in text
-    tasks.write_text(text)
-    sampling = SamplingConfig.model_validate({"precedence": precedence})
-    given = given.model_copy(update={"sampling": sampling, "evaluation": EvaluationConfig(episodes=0)})
+async def test_a_task_that_names_the_temperature_0_trains_nothing_and_is_told(tmp_path: Path) -> None:
+    given = config(tmp_path, 0.0, steps=1).model_copy(update={"evaluation": EvaluationConfig(episodes=0)})
     progress = QuietReporter()
     folder = await run_training(given, progress)
     summary = json.loads((folder.path / "summary.json").read_text())
     told = "\n".join(progress.notes)
-    is_greedy = (temperature, precedence) == (0.0, "program")
-    assert ("tasks.py@words asks for temperature 0, which leaves nothing to train on" in told) == is_greedy
-    assert bool(summary["tokens_trained"]) != is_greedy
-    assert summary["max_abs_dlogp"] <= 1e-4
-    if is_greedy:
-        assert any("greedy: sampled at temperature 0" in line for line in summary["alignment"])
+    assert "tasks.py@words asks for temperature 0, which leaves nothing to train on" in told
+    assert summary["tokens_trained"] == 0
+    assert any("greedy: sampled at temperature 0" in line for line in summary["alignment"])
 
 
 class CurveWatcher(QuietReporter):
@@ -146,7 +124,8 @@ class CurveWatcher(QuietReporter):
 
 async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> None:
     watcher = CurveWatcher(tmp_path / "run")
-    folder = await run_training(config(tmp_path), watcher)
+    made = config(tmp_path, inspect_log_every=2)
+    folder = await run_training(made, watcher)
     assert watcher.drawn == [True, True], "after each step, while the run goes on"
     assert watcher.waits == [
         "the interchange server",
@@ -175,6 +154,9 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     assert summary["tokens_trained"] > 0
     assert summary["policy_version"] == 2
     assert [step["groups/dropped"] for step in watcher.steps] == [1, 1]
+    assert not any("lag/1" in step for step in watcher.steps)
+    assert "waits" not in {row.name for row in health_rows(LedgerReader(folder.path))}
+    assert inspect_labels(folder.path) == ["eval-after", "eval-before", "step-0002"]
     assert json.loads((tmp_path / "runs/latest/summary.json").read_text()) == summary
     for name in ("config.yaml", "metrics.jsonl", "learning_curve.png", "alignment.json"):
         assert (folder.path / name).stat().st_size
@@ -188,6 +170,19 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     assert sum("failures" in r for r in rollouts) == 4
     trained = next(r for r in rollouts if "sequences" in r)
     assert "<|im_start|>user\nWhat is " in trained["sequences"][0]["text"]
+    await a_refused_resumption_leaves_the_config_as_it_was(folder.path)
+
+
+async def a_refused_resumption_leaves_the_config_as_it_was(run: Path) -> None:
+    kept = (run / "config.yaml").read_text()
+    wrong = parse_config(kept, source="config", overrides=["engine.lora.rank=4", "training.steps=3"])
+    with pytest.raises(EngineError, match="is not a LoRA adapter"):
+        await run_training(wrong, QuietReporter(), path=run)
+    assert (run / "config.yaml").read_text() == kept
+    right = parse_config(kept, source="config", overrides=["training.steps=3"])
+    await run_training(right, QuietReporter(), path=run)
+    assert json.loads((run / "summary.json").read_text())["steps"] == 3
+    assert "steps: 3" in (run / "config.yaml").read_text()
 
 
 def inspect_labels(run: Path) -> list[str]:
@@ -196,32 +191,39 @@ def inspect_labels(run: Path) -> list[str]:
     return sorted(found[1] for name in names if (found := re.search(r"-((step|eval)-\w+)_", name)))
 
 
-async def test_evaluations_and_every_fifth_step_have_inspect_logs_by_default(tmp_path: Path) -> None:
-    folder = await run_training(config(tmp_path, steps=5), QuietReporter())
-    assert inspect_labels(folder.path) == ["eval-after", "eval-before", "step-0005"]
+async def test_groups_train_up_to_the_limit_and_none_is_lost_while_the_working_folder_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next steps' groups are sampled while a step trains, so some of them are behind. Inspect changes the
+    folder for the whole process while it loads a task."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
 
+    class Moving(QuietReporter):
+        def step(self, step: int, metrics: Mapping[str, float]) -> None:
+            super().step(step, metrics)
+            monkeypatch.chdir(elsewhere)
 
-@pytest.mark.parametrize("limit", [0, 1, 2])
-async def test_groups_train_up_to_the_limit_and_none_is_lost(tmp_path: Path, limit: int) -> None:
-    """Above 0 the next steps' groups are sampled while a step trains, so some of them are behind."""
-    watcher = QuietReporter()
-    made = config(tmp_path, steps=4, max_policy_lag=limit)
-    folder = await run_training(made.model_copy(update={"evaluation": EvaluationConfig(episodes=0)}), watcher)
-    summary = json.loads((folder.path / "summary.json").read_text())
+    watcher = Moving()
+    training = {"steps": 4, "groups_per_step": 6, "group_size": 4, "max_policy_lag": 2}
+    await run_training(short_run("run", task=SUMS, training=training), watcher)
+    run = tmp_path / "run"
+    assert not (elsewhere / "run").exists()
+    summary = json.loads((run / "summary.json").read_text())
     assert (summary["steps"], summary["episodes_lost"]) == (4, 0)
     assert [step["policy_version"] for step in watcher.steps] == [1, 2, 3, 4]
-    assert max(row.max_lag or 0 for row in rows(folder.path, StepRow)) <= limit
-    assert (sum(step.get("lag/1", 0) for step in watcher.steps) > 0) == (limit > 0)
+    assert max(row.max_lag or 0 for row in rows(run, StepRow)) <= 2
+    assert sum(step.get("lag/1", 0) for step in watcher.steps) > 0
     assert (summary["episodes_discarded"], summary["episodes_cancelled"]) == (0, 0)
     assert {
         step["groups/trained"] + step["groups/same_reward"] + step["groups/dropped"] for step in watcher.steps
     } == {6}
-    told = {row.name for row in health_rows(LedgerReader(folder.path))}
-    assert ("waits" in told) == (limit > 0)
+    assert "waits" in {row.name for row in health_rows(LedgerReader(run))}
 
 
 async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
-    """Leave-one-out over the deviation, two epochs, microbatches, a penalty, a warm-up and a cosine."""
+    """Leave-one-out over the deviation, two epochs, microbatches, a penalty, a warm-up and a cosine; and a
+    task with a temperature of its own."""
     watcher = QuietReporter()
     more = {
         "advantage_baseline": "leave_one_out",
@@ -232,8 +234,9 @@ async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
         "lr_schedule": "cosine",
         "loss_fn": "cispo",
     }
-    given = config(tmp_path, learning_rate=1e-2, **more)
-    given = given.model_copy(update={"sampling": SamplingConfig(max_tokens=10**6)})
+    given = config(tmp_path, 0.5, learning_rate=1e-2, **more)
+    sampling = given.sampling.model_copy(update={"max_tokens": 10**6})
+    given = given.model_copy(update={"sampling": sampling})
     folder = await run_training(given, watcher)
     told = "\n".join(watcher.notes)
     assert "training.learning_rate: 0.01 is too high for all weights of a small model" in told
@@ -252,20 +255,15 @@ async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
     assert all(min(abs(abs(value) - one) for one in possible) < 1e-4 for value in mixed)
 
 
-async def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="already holds a run; resume it"):
-        await run_training(config(tmp_path), QuietReporter())
-
-
 async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One task by file, one by the name under which an installed package registers it."""
     package = tmp_path / "site-packages" / "tinkerscript_test_tasks"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text(TASKS.replace("def words", "def packaged"))
+    (package / "__init__.py").write_text(
+        TASKS.replace("def words", "def packaged").replace("TEMPERATURE", "None")
+    )
     about = tmp_path / "site-packages" / "tinkerscript_test_tasks-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tinkerscript_test_tasks\nVersion: 1\n")
@@ -301,20 +299,3 @@ async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(
     assert read is not None
     assert [message.role for message in read[0].messages] == ["user", "assistant"]
     assert any("eval/score/tasks.py@words" in line for line in lines)
-
-
-async def test_a_run_stays_in_its_folder_while_the_working_folder_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inspect changes it for the whole process while it loads a task."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-
-    class Moving(QuietReporter):
-        def step(self, step: int, metrics: Mapping[str, float]) -> None:
-            monkeypatch.chdir(elsewhere)
-
-    given = config(tmp_path).model_copy(update={"experiment_dir": "run"})
-    await run_training(given, Moving())
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
-    assert not (elsewhere / "run").exists()

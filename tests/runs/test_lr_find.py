@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from plain_sums import SUMS
 from short_runs import short_run
 from tinkerscript.commands.lr_find import LIMIT, lr_find_command
 from tinkerscript.testing import QuietReporter
@@ -20,7 +21,7 @@ async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "run"
     training = {"steps": 1, "groups_per_step": 4, "group_size": 4, "learning_rate": 1e-4}
-    await run_training(short_run(folder, seed=5, training=training), QuietReporter())
+    await run_training(short_run(folder, seed=5, task=SUMS, training=training), QuietReporter())
     return folder
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from plain_sums import SUMS
 from run_ledger import ask, dictionaries, results
 from short_runs import short_run
 from tinkerscript.cli import app
@@ -24,89 +25,70 @@ from tinkerscript.train.backends import BACKENDS
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.run import run_training
 
-
-@pytest.mark.parametrize("processes", [1, 2])
-async def test_every_episode_of_a_run_is_in_its_ledger_and_none_is_lost(
-    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = short_run(
-        "run",
-        networked=True,
-        interchange_server={"interchange_method": "tcp", "processes": processes},
-        task={"train_args": {"split": "train"}, "eval_args": {"split": "test"}},
-        training={"steps": 2, "groups_per_step": 4, "group_size": 3},
-        evaluation={"episodes": 6},
-    )
-    folder = await run_training(config, QuietReporter())
-    summary = json.loads((folder.path / "summary.json").read_text())
-    episodes = 2 * 4 * 3 + 2 * 6
-    assert summary["train_episodes"] == 2 * 4 * 3
-    assert summary["episodes_accepted"] == episodes
-    assert (summary["episodes_lost"], summary["sequences_per_episode"]) == (0, 1.0)
-    assert summary["max_abs_dlogp"] <= 1e-4
-
-    accepted = results(folder.path)
-    assert len(accepted) == episodes
-    assert {call.policy_version for episode in accepted for call in episode.calls} == {0, 1, 2}
-    assert all(json.loads(call.reply)["role"] == "assistant" for e in accepted for call in e.calls)
-
-    transcripts = ask(folder.path, "SELECT transcript FROM transcripts")
-    assert len(transcripts) == episodes
-    for (data,) in transcripts:
-        kinds = {
-            json.loads(bytes(event))["event"]
-            for event in parsed(unpacked(data, dictionaries(folder.path))).events
-        }
-        assert {"model", "score"} <= kinds
-    used = ask(folder.path, "SELECT episode, step FROM trained ORDER BY episode")
-    assert [episode for episode, _ in used] == sorted(each.sequence for each in accepted)
-    assert {step for _, step in used} == {0, 1, 2}
-    assert ask(folder.path, "SELECT count(*) FROM episodes WHERE NOT consumed") == [(0,)]
+EPISODES = 2 * 4 * 3 + 2 * 20
 
 
-async def test_a_broken_client_is_named_and_the_run_goes_on(
+def broken(episode: Episode) -> float:
+    raise OSError("no space left on the device")
+
+
+def fail(run_dir: Path, refusals: list[str]) -> None:
+    """A client that fails from the first second on, while the run's own worker still loads its task."""
+    path = run_dir / "server.json"
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, "the run's server did not start"
+        time.sleep(0.05)
+    client = TinkerScriptClient(json.loads(path.read_text())["url"], client_uuid="broken", timeout_s=5)
+    with client, pytest.raises(RequestRefusedError) as refused:
+        run(broken, client=client, concurrency=4)
+    refusals.append(str(refused.value))
+
+
+async def test_every_episode_is_in_the_ledger_and_none_is_lost_though_a_client_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails from the first second on, while the run's own worker still loads its task."""
     monkeypatch.chdir(tmp_path)
     config = short_run(
         "run",
         networked=True,
+        interchange_server={"interchange_method": "tcp"},
+        task={"train_args": {"split": "train"}, "eval_args": {"split": "test"}},
         training={"steps": 2, "groups_per_step": 4, "group_size": 3},
-        evaluation={"episodes": 40},
+        evaluation={"episodes": 20},
         workers={"concurrency": 4},
     )
     refusals: list[str] = []
-
-    def broken(episode: Episode) -> float:
-        raise OSError("no space left on the device")
-
-    def fail() -> None:
-        path = tmp_path / "run" / "server.json"
-        deadline = time.monotonic() + 60
-        while not path.exists():
-            assert time.monotonic() < deadline, "the run's server did not start"
-            time.sleep(0.05)
-        client = TinkerScriptClient(json.loads(path.read_text())["url"], client_uuid="broken", timeout_s=5)
-        with client, pytest.raises(RequestRefusedError) as refused:
-            run(broken, client=client, concurrency=4)
-        refusals.append(str(refused.value))
-
-    failing = threading.Thread(target=fail)
+    failing = threading.Thread(target=fail, args=(tmp_path / "run", refusals))
     failing.start()
     reporter = QuietReporter()
-    folder = await run_training(config, reporter)
+    folder = (await run_training(config, reporter)).path
     failing.join(timeout=30)
-    summary = json.loads((folder.path / "summary.json").read_text())
-    assert (summary["steps"], summary["episodes_lost"]) == (2, 0)
-    assert summary["train_episodes"] == 2 * 4 * 3
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["train_episodes"]) == (2, 2 * 4 * 3)
+    assert (summary["episodes_accepted"], summary["episodes_lost"]) == (EPISODES, 0)
+    assert summary["sequences_per_episode"] == 1.0
+    assert summary["max_abs_dlogp"] <= 1e-4
     (note,) = (note for note in reporter.notes if "gets no more episodes" in note)
     assert note.startswith("client 'broken' gets no more episodes for now: its last ")
     assert note.endswith(
         "attempts failed while others succeeded: task_error: OSError: no space left on the device"
     )
     assert ["is in quarantine" in refusal for refusal in refusals] == [True]
+
+    accepted = results(folder)
+    assert len(accepted) == EPISODES
+    assert {call.policy_version for episode in accepted for call in episode.calls} == {0, 1, 2}
+    assert all(json.loads(call.reply)["role"] == "assistant" for e in accepted for call in e.calls)
+    transcripts = ask(folder, "SELECT transcript FROM transcripts")
+    assert len(transcripts) == EPISODES
+    for (data,) in transcripts:
+        events = parsed(unpacked(data, dictionaries(folder))).events
+        assert {"model", "score"} <= {json.loads(bytes(event))["event"] for event in events}
+    used = ask(folder, "SELECT episode, step FROM trained ORDER BY episode")
+    assert [episode for episode, _ in used] == sorted(each.sequence for each in accepted)
+    assert {step for _, step in used} == {0, 1, 2}
+    assert ask(folder, "SELECT count(*) FROM episodes WHERE NOT consumed") == [(0,)]
 
 
 class RefusingSampler(Sampler):
@@ -138,9 +120,8 @@ def rollout(episode):
 """Tries once, unlike the worker of Inspect tasks, which tries for eight seconds."""
 
 
-@pytest.mark.parametrize("networked", [True, False])
 def test_an_engine_that_refuses_every_call_ends_the_run_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, networked: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(BACKENDS, "refusing", lambda: RefusingBackend)
@@ -148,9 +129,9 @@ def test_an_engine_that_refuses_every_call_ends_the_run_with_the_reason(
     config = short_run(
         "run",
         networked=True,
-        enable_tinkerscript_mode=networked,
+        task=SUMS,
         engine={"backend": "refusing"},
-        training={"steps": 2, "groups_per_step": 4, "group_size": 3},
+        training={"steps": 1, "groups_per_step": 2, "group_size": 2},
         workers={"script": "agent.py"},
     )
     (tmp_path / "run.yaml").write_text(dump_config(config))
@@ -159,5 +140,5 @@ def test_an_engine_that_refuses_every_call_ends_the_run_with_the_reason(
     assert "the model's memory is gone" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert "resume with: tinkerscript train --resume run" in ended.stdout
-    assert "error: step 1: all 12 episodes that ended failed:" in ended.stderr
+    assert "error: step 1: all 4 episodes that ended failed:" in ended.stderr
     assert not (tmp_path / "run" / "summary.json").exists()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from plain_sums import SUMS
 from run_ledger import ask, check_books, standing_steps
 from short_runs import short_run
 from tinkerscript.config import RunConfig
@@ -39,7 +40,7 @@ def config(folder: Path, *, steps: int) -> RunConfig:
     training: dict[str, Any] = {"steps": steps, "groups_per_step": 2, "group_size": 4, "max_policy_lag": 1}
     return short_run(
         folder / "run",
-        networked=True,
+        task=SUMS,
         recording_limit_mb=LIMIT // 2**20,
         training=training | {"checkpoint_every": 1},
         workers={"script": str(folder / "agent.py")},

@@ -4,31 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from interchange_helpers import DEADLINE_S, collect, eventually, new_episodes, run_config, trainer, until
+from interchange_helpers import (
+    DEADLINE_S,
+    collect,
+    consumed,
+    eventually,
+    new_episodes,
+    run_config,
+    trainer,
+    until,
+)
 from tinkerscript.config import dump_config
-from tinkerscript.ledger.rows import TrainedRow, Use
 from tinkerscript.trainer_link.keys import load_trainer_keys
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
 OUTPUT = {"reward": 1.0}
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path, byte_model: Path) -> Path:
-    return write_config(tmp_path, byte_model)
 
 
 def write_config(folder: Path, model: Path, **interchange: Any) -> Path:
@@ -60,11 +61,6 @@ async def listening(run_dir: Path, process: subprocess.Popen[str]) -> dict[str, 
     return json.loads((run_dir / "server.json").read_text())
 
 
-async def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, log = await asyncio.to_thread(process.communicate, None, DEADLINE_S)
-    return process.returncode, log
-
-
 async def claim(http: httpx.AsyncClient, client: str) -> dict[str, Any]:
     """Claim an episode; one may have to wait until the trainer has said Hello."""
     reply = await http.post("/claim_episode", json={"client_uuid": client, "sends_key": True, "wait_s": 20})
@@ -90,11 +86,17 @@ async def call(http: httpx.AsyncClient, claimed: dict[str, Any], *texts: str) ->
 
 @pytest.mark.parametrize("method", ["ipc", "tcp"])
 async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_model: Path, method: str) -> None:
-    """Over TCP with keys, which outlive the server."""
-    run_dir = write_config(tmp_path, byte_model, interchange_method=method)
+    """Over TCP with keys, which outlive the server. The path of the run is too long for that of a socket."""
+    run_dir = write_config(tmp_path / ("long" * 30), byte_model, interchange_method=method)
     with server_process(run_dir) as first:
         info = await listening(run_dir, first)
         keys = load_trainer_keys(Path(info["link_keys"])) if method == "tcp" else None
+        if method == "ipc":
+            socket_path = Path(info["link_address"].removeprefix("ipc://"))
+            assert not socket_path.is_relative_to(run_dir)
+            assert socket_path.parent.stat().st_mode & 0o077 == 0
+        assert first.stdin is not None
+        first.stdin.close()  # It was not asked to watch its parent.
         async with (
             trainer(info["link_address"], keys=keys) as link,
             httpx.AsyncClient(base_url=info["url"]) as http,
@@ -106,8 +108,8 @@ async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_mode
             reply = (await call(http, running, "1+1")).json()["choices"][0]["message"]["content"]
             assert (await end(http, done)).status_code == 200
             first.send_signal(signal.SIGKILL)
-            assert (await finished(first))[0] == -signal.SIGKILL
-            with server_process(run_dir) as second:
+            assert await asyncio.to_thread(first.wait, DEADLINE_S) == -signal.SIGKILL
+            with server_process(run_dir, "--exit-with-parent") as second:
                 again = await listening(run_dir, second)
                 assert (again["url"], again["link_address"]) == (info["url"], info["link_address"])
                 assert again["server_id"] != info["server_id"]
@@ -116,15 +118,13 @@ async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_mode
                 assert (await end(http, running)).status_code == 200
                 assert (await claim(http, "e"))["episode_uuid"] == "waiting"
                 outcomes = await collect(link, 2)
-                used = (
-                    TrainedRow(episode=e.sequence, step=1, outcome=Use.TRAINED) for e in outcomes.values()
-                )
-                await link.commit(list(used))
+                await link.commit(consumed(outcomes))
                 metrics = (await http.get("/metrics")).text
                 assert 'tinkerscript_results_accepted_total{type="train"} 2.0' in metrics
-                second.terminate()
-                code, log = await finished(second)
-    assert code == 0, log
+                await ends_with_its_parent(second, http)
+                assert second.stderr is not None
+                log = await asyncio.to_thread(second.stderr.read)
+                assert await asyncio.to_thread(second.wait, DEADLINE_S) == 0, log
     assert "Traceback" not in log
     assert done["openai_api_key"] not in log
     result = outcomes["running"]
@@ -134,53 +134,15 @@ async def test_a_run_goes_on_over_a_kill_of_the_server(tmp_path: Path, byte_mode
     )
 
 
-async def test_a_port_in_use_is_named_with_its_key(tmp_path: Path, byte_model: Path) -> None:
-    with closing(socket.socket()) as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        run_dir = write_config(tmp_path, byte_model, interchange_server_port=port)
-        with server_process(run_dir) as process:
-            code, log = await finished(process)
-    assert code == 2
-    assert len(log.strip().splitlines()) == 1, log
-    assert f"interchange_server.interchange_server_port: port {port}" in log
-    assert "in use" in log
+async def ends_with_its_parent(process: subprocess.Popen[str], http: httpx.AsyncClient) -> None:
+    polling = asyncio.create_task(
+        http.post("/claim_episode", json={"client_uuid": "c", "wait_s": 60}, timeout=70)
+    )
 
+    async def in_line() -> bool:
+        return "tinkerscript_waiting_clients 1.0" in (await http.get("/metrics")).text
 
-async def test_it_ends_with_its_parent(run_dir: Path) -> None:
-    with server_process(run_dir, "--exit-with-parent") as process:
-        info = await listening(run_dir, process)
-        async with httpx.AsyncClient(base_url=info["url"]) as http:
-            polling = asyncio.create_task(
-                http.post("/claim_episode", json={"client_uuid": "c", "wait_s": 60}, timeout=70)
-            )
-
-            async def in_line() -> bool:
-                return "tinkerscript_waiting_clients 1.0" in (await http.get("/metrics")).text
-
-            await eventually(in_line, "the long poll")
-            assert process.stdin is not None
-            process.stdin.close()
-            reply = await polling
-            assert reply.json()["success"] is False, "those who wait are answered"
-        assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
-
-
-async def test_it_does_not_watch_a_parent_that_it_was_not_asked_to(tmp_path: Path, byte_model: Path) -> None:
-    """And has its socket elsewhere where the path of the run's folder is too long for one."""
-    run_dir = write_config(tmp_path / ("long" * 30), byte_model)
-    with server_process(run_dir) as process:
-        info = await listening(run_dir, process)
-        path = Path(info["link_address"].removeprefix("ipc://"))
-        assert not path.is_relative_to(run_dir)
-        assert path.parent.stat().st_mode & 0o077 == 0
-        assert process.stdin is not None
-        process.stdin.close()
-        async with trainer(info["link_address"]) as link:
-            await link.register(new_episodes("e"))
-        async with httpx.AsyncClient(base_url=info["url"]) as http:
-            assert (await http.get("/health")).status_code == 200
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
-    shutil.rmtree(path.parent)
+    await eventually(in_line, "the long poll")
+    assert process.stdin is not None
+    process.stdin.close()
+    assert (await polling).json()["success"] is False, "those who wait are answered"

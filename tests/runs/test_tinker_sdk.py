@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from tinker import types
 from tinker.types import RequestErrorCategory
 
-from small_models import sft_datum, small_model
+from small_models import sft_datum
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
 from tinkerscript.model_folder import ADAPTER_CONFIG
@@ -77,21 +78,17 @@ def greedy(client: Any, count: int = 8) -> list[int]:
 # What a client asks first
 
 
-def test_capabilities_say_what_is_there(wire: Wire) -> None:
-    [model] = (
-        tinker.RestClient(base_url=wire.url, api_key=KEY).get_server_capabilities().result().supported_models
-    )
+def test_a_client_is_told_what_is_there_and_what_its_run_trains(
+    wire: Wire, run: Any, random_model: Path
+) -> None:
+    rest = tinker.RestClient(base_url=wire.url, api_key=KEY)
+    [model] = rest.get_server_capabilities().result().supported_models
     assert (model.model_name, model.max_context_length) == ("random", 48)
     assert model.trainable
     assert model.sampleable
-
-
-def test_a_run_says_what_it_trains(run: Any, random_model: Path) -> None:
     info = run.get_info()
-    assert info.is_lora is True
-    assert info.lora_rank == 8
+    assert (info.is_lora, info.lora_rank) == (True, 8)
     assert info.model_data.tokenizer_id == str(random_model)
-    assert run.model_id.endswith(f":train:{run.model_id.rpartition(':')[2]}")
 
 
 def test_a_request_without_a_key_is_refused(wire: Wire) -> None:
@@ -120,58 +117,41 @@ def test_training_lowers_the_loss_and_forward_changes_nothing(run: Any) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_samples_for_stable_reinforce_train_as_the_cookbook_sends_them(run: Any) -> None:
-    """Sampled with `record_stability_info`, every position with the sequence that it is of."""
+def test_losses_over_what_was_sampled_sum_over_the_reply_alone(run: Any) -> None:
+    """On-policy, where ratios are 1 and penalties 0. The prompt has neither advantage nor logprob."""
     client = run.save_weights_and_get_sampling_client(record_stability_info=True).result()
     asked = tinker.SamplingParams(max_tokens=6, seed=1)
     (sequence,) = client.sample(prompt(*IDS), 1, asked).result().sequences
-    padded = [0.0] * (len(IDS) - 1)
-    datum = tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([*IDS, *sequence.tokens[:-1]]),
-        loss_fn_inputs={
-            "target_tokens": np.array([0] * len(padded) + list(sequence.tokens), np.int64),
-            "logprobs": np.array(padded + list(sequence.logprobs), np.float32),
-            "advantages": np.array(padded + [1.0] * len(sequence.tokens), np.float32),
-        },
-    ).with_provenance(
-        model_input=[
-            tinker.types.PromptProvenanceSpan(sequence_id=sequence.sequence_id, length=len(IDS)),
-            tinker.types.SampledProvenanceSpan(
-                sequence_id=sequence.sequence_id, length=len(sequence.tokens) - 1
-            ),
-        ],
-        loss_fn_inputs=[
-            tinker.types.PromptProvenanceSpan(
-                sequence_id=sequence.sequence_id, offset=1, length=len(IDS) - 1
-            ),
-            tinker.types.SampledProvenanceSpan(sequence_id=sequence.sequence_id, length=len(sequence.tokens)),
-        ],
-    )
-    output = run.forward_backward([datum], "stable_reinforce").result()
-    # On-policy it is REINFORCE: the ratios are 1.
-    assert output.metrics["loss:sum"] == pytest.approx(-sum(sequence.logprobs), abs=1e-3)
-    assert run.optim_step(ADAM).result().metrics["grad_norm"] > 0
+    number = len(sequence.tokens)
 
+    def padded(values: Any, dtype: Any = np.float32) -> np.ndarray:
+        return np.array([0] * (len(IDS) - 1) + list(values), dtype)
 
-@pytest.mark.parametrize("loss_fn", ["gspo", "dro"])
-def test_losses_over_what_was_sampled_sum_over_the_reply_alone(run: Any, loss_fn: str) -> None:
-    """On-policy, where ratios are 1 and penalties 0. The prompt has neither advantage nor logprob."""
-    client = run.save_weights_and_get_sampling_client().result()
-    asked = tinker.SamplingParams(max_tokens=6, seed=1)
-    (sequence,) = client.sample(prompt(*IDS), 1, asked).result().sequences
-    padded, reply = [0.0] * (len(IDS) - 1), [1.0] * len(sequence.tokens)
     inputs = {
-        "target_tokens": np.array([0] * len(padded) + list(sequence.tokens), np.int64),
-        "logprobs": np.array(padded + list(sequence.logprobs), np.float32),
-        "advantages": np.array(padded + reply, np.float32),
+        "target_tokens": padded(sequence.tokens, np.int64),
+        "logprobs": padded(sequence.logprobs),
+        "advantages": padded([1.0] * number),
     }
-    if loss_fn == "gspo":
-        inputs["sequence_ratio_mask"] = np.array(padded + reply, np.float32)
-    ids = [*IDS, *sequence.tokens[:-1]]
-    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints(ids), loss_fn_inputs=inputs)
-    output = run.forward_backward([datum], loss_fn).result()
-    expected = {"gspo": -len(sequence.tokens), "dro": -sum(sequence.logprobs)}[loss_fn]
-    assert output.metrics["loss:sum"] == pytest.approx(expected, abs=2e-3)
+    mask = {"sequence_ratio_mask": padded([1.0] * number)}
+    plain, masked = (
+        tinker.Datum(model_input=prompt(*IDS, *sequence.tokens[:-1]), loss_fn_inputs=each)
+        for each in (inputs, inputs | mask)
+    )
+    asked_of = partial(types.PromptProvenanceSpan, sequence_id=sequence.sequence_id)
+    said_of = partial(types.SampledProvenanceSpan, sequence_id=sequence.sequence_id)
+    # As the cookbook sends it.
+    traced = plain.with_provenance(
+        model_input=[asked_of(length=len(IDS)), said_of(length=number - 1)],
+        loss_fn_inputs=[asked_of(offset=1, length=len(IDS) - 1), said_of(length=number)],
+    )
+    of_logprobs = -sum(sequence.logprobs)
+    for loss_fn, datum, expected in (
+        ("gspo", masked, -number),
+        ("dro", plain, of_logprobs),
+        ("stable_reinforce", traced, of_logprobs),
+    ):
+        output = run.forward_backward([datum], loss_fn).result()
+        assert output.metrics["loss:sum"] == pytest.approx(expected, abs=2e-3), loss_fn
     assert run.optim_step(ADAM).result().metrics["grad_norm"] > 0
 
 
@@ -237,36 +217,6 @@ def one_step(client: Any) -> tuple[float, np.ndarray]:
     output = client.forward_backward([sft_datum(IDS)], "cross_entropy").result()
     client.optim_step(ADAM).result()
     return output.metrics["loss:sum"], output.loss_fn_outputs[0]["logprobs"].to_numpy()
-
-
-def test_a_mixture_trains_with_and_without_its_experts(random_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "mixture"
-    shape = {"num_hidden_layers": 1, "num_key_value_heads": 2, "num_local_experts": 2}
-    small_model("Mixtral", **shape, intermediate_size=32, max_position_embeddings=48).save_pretrained(folder)
-    shutil.copyfile(random_model / "tokenizer.json", folder / "tokenizer.json")
-    with wire_server(folder, tmp_path / "wire", name="mixture") as made:
-        service = made.service()
-        runs = [
-            service.create_lora_training_client("mixture", rank=rank, train_mlp=has_experts).result()
-            for rank, has_experts in ((2, False), (4, True), (2, True))
-        ]
-        samplers: list[Any] = []
-        for run in runs:
-            losses = trained(run, 5, tinker.AdamParams(learning_rate=0.002))
-            assert losses[-1] < losses[0]
-            samplers.append(run.save_weights_and_get_sampling_client().result())
-        # Its decoder puts each adapter into the module tree, whatever its rank, in turn.
-        for run, sampler in [*zip(runs, samplers, strict=True)] * 2:
-            [row] = run.forward([sft_datum(IDS)], "cross_entropy").result().loss_fn_outputs
-            np.testing.assert_allclose(logprobs_of(sampler), row["logprobs"].to_numpy(), atol=1e-4)
-
-
-def refused_adapter(service: tinker.ServiceClient, model: str, message: str, **settings: Any) -> None:
-    refusals = (tinker.BadRequestError, tinker.RequestFailedError)
-    with pytest.raises(refusals, match=message) as caught:
-        service.create_lora_training_client(model, **settings).result()
-    if isinstance(caught.value, tinker.RequestFailedError):
-        assert caught.value.category is RequestErrorCategory.User
 
 
 def test_a_server_of_all_weights_ignores_the_rank_and_takes_no_adapters(
@@ -353,8 +303,8 @@ def test_prompts_are_scored(service: tinker.ServiceClient) -> None:
 async def test_an_abandoned_sample_is_cancelled(wire: Wire, service: tinker.ServiceClient) -> None:
     client = service.create_sampling_client(base_model="random").result()
     params = tinker.SamplingParams(max_tokens=40, stop=[])
-    future = client.sample(prompt(*IDS), 4000, params)
-    await eventually(lambda: wire.state.futures.samples == 4000)
+    future = client.sample(prompt(*IDS), 500, params)
+    await eventually(lambda: wire.state.futures.samples == 500)
     future.future().cancel()
     await eventually(lambda: wire.state.futures.samples == 0)
 
@@ -452,8 +402,8 @@ def httpx_post(wire: Wire, path: str, body: dict[str, Any]) -> httpx.Response:
 # Errors
 
 
-def rl_datum(**more: float) -> tinker.Datum:
-    inputs = {"logprobs": -1.0, "advantages": 1.0, **more}
+def rl_datum() -> tinker.Datum:
+    inputs = {"logprobs": -1.0, "advantages": 1.0}
     arrays = {name: np.full(len(IDS) - 1, value, np.float32) for name, value in inputs.items()}
     targets = {"target_tokens": np.array(IDS[1:], np.int64)}
     return tinker.Datum(model_input=prompt(*IDS[:-1]), loss_fn_inputs=targets | arrays)
@@ -464,10 +414,8 @@ def rl_datum(**more: float) -> tinker.Datum:
     [
         ("quadratic", None, sft_datum(IDS), "loss_fn 'quadratic' is not one of"),
         ("gspo", None, rl_datum(), "gspo needs loss_fn_inputs .*'sequence_ratio_mask'"),
-        ("ppo", None, rl_datum(temperatures=1.0), "ppo needs loss_fn_inputs"),
         ("stable_reinforce", {"cap": 1.0}, rl_datum(), "loss_fn_config: stable_reinforce has none"),
         ("antigravity:geohash", None, sft_datum(IDS), "loss_fn 'antigravity:geohash' is not one of"),
-        ("ppo", None, sft_datum(IDS), "datum 0: ppo needs loss_fn_inputs"),
         ("cross_entropy", {"clip": 1.0}, sft_datum(IDS), "loss_fn_config of cross_entropy has unknown keys"),
         ("cross_entropy", None, sft_datum([5, 9999]), "target_tokens has ids outside"),
     ],
@@ -488,8 +436,6 @@ def test_a_wrong_training_request_is_the_users_fault_and_names_the_field(
         (list(range(2, 60)), {"max_tokens": 4}, "58 tokens; the context holds 48"),
         ([5000], {"max_tokens": 4}, "prompt: the prompt has ids outside"),
         ([5], {"max_tokens": 4, "temperature": -1.0}, "temperature -1.0"),
-        ([5], {"max_tokens": 4, "top_p": 0.0}, "top_p 0.0"),
-        ([5], {"max_tokens": 0}, "max_tokens must be at least 1"),
     ],
 )
 def test_a_wrong_sampling_request_is_the_users_fault(
@@ -502,9 +448,7 @@ def test_a_wrong_sampling_request_is_the_users_fault(
 
 
 def test_what_cannot_be_made_is_refused_by_name(service: tinker.ServiceClient, run: Any) -> None:
-    with pytest.raises(
-        tinker.BadRequestError, match="base_model: this server has 'random', not 'Qwen/Qwen3-8B'"
-    ):
+    with pytest.raises(tinker.BadRequestError, match="this server has 'random', not 'Qwen/Qwen3-8B'"):
         service.create_lora_training_client("Qwen/Qwen3-8B").result()
     with pytest.raises(tinker.BadRequestError, match=r"optimizer_config\.type.*dimuon"):
         service.create_lora_training_client("random", optimizer=types.DimuonOptimizerConfig()).result()
@@ -525,9 +469,7 @@ def test_what_cannot_be_made_is_refused_by_name(service: tinker.ServiceClient, r
 
 
 def test_a_field_that_nobody_knows_is_named(wire: Wire) -> None:
-    with pytest.raises(
-        tinker.APIStatusError, match=r"tempo: Extra inputs are not permitted, got 3"
-    ) as caught:
+    with pytest.raises(tinker.APIStatusError, match="tempo: Extra inputs are not permitted") as caught:
         httpx_post(wire, "session_heartbeat", {"session_id": "x", "tempo": 3})
     assert caught.value.response.status_code == 422
     with pytest.raises(tinker.APIStatusError, match="the embedded engine has no such endpoint"):
@@ -540,12 +482,7 @@ def test_a_field_that_nobody_knows_is_named(wire: Wire) -> None:
 def test_a_request_that_comes_twice_is_done_once(wire: Wire, run: Any) -> None:
     """A client that did not hear the answer sends its request again: one step, one sample."""
     run.forward_backward([sft_datum(IDS)], "cross_entropy").result()
-    body = {
-        "model_id": run.model_id,
-        "seq_id": 2,
-        "adam_params": {"learning_rate": 0.02},
-        "type": "optim_step",
-    }
+    body = {"model_id": run.model_id, "seq_id": 2, "adam_params": {}, "type": "optim_step"}
     first, second = (httpx_post(wire, "optim_step", body).json() for _ in range(2))
     assert first == second
     fetched = [
@@ -556,8 +493,6 @@ def test_a_request_that_comes_twice_is_done_once(wire: Wire, run: Any) -> None:
 
 
 def test_waiting_is_a_408_with_the_state_of_the_queue(wire: Wire, run: Any) -> None:
-    import threading
-
     gate = threading.Event()
     wire.state.engine.context.thread.call(lambda: gate.wait(20))
     future = run.forward([sft_datum(IDS)], "cross_entropy")
@@ -588,13 +523,8 @@ def test_only_so_many_runs_are_in_memory_until_a_session_ends(random_model: Path
     with wire_server(random_model, tmp_path, limits=WireLimits(runs=1)) as made:
         service = made.service()
         service.create_lora_training_client(str(random_model)).result()
-        session = service.holder.get_session_id()
-        body = {
-            "session_id": session,
-            "model_seq_id": 9,
-            "base_model": str(random_model),
-            "type": "create_model",
-        }
+        body = {"session_id": service.holder.get_session_id(), "model_seq_id": 9, "type": "create_model"}
+        body |= {"base_model": str(random_model)}
         with pytest.raises(tinker.APIStatusError, match="1 training runs are in memory") as caught:
             httpx_post(made, "create_model", body)
         assert caught.value.response.status_code == 429

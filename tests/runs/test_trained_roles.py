@@ -1,8 +1,7 @@
-"""Two policies that train in one run, a proposer and a solver: each on its own tokens, also after a kill."""
+"""Two policies that train in one run, a proposer and a solver: each on its own tokens, also after a cut."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ import pytest
 import tinker
 from safetensors.numpy import load_file
 
-from command_line import start
-from interchange_helpers import eventually
+from plain_sums import SUMS
 from run_ledger import results, rows
-from short_runs import curve, short_run
-from tinkerscript.config import RunConfig, dump_config
+from short_runs import Cut, CutError, curve, short_run
+from tinkerscript.config import RunConfig
 from tinkerscript.engine.training import EmbeddedTrainingClient
 from tinkerscript.errors import ConfigError
 from tinkerscript.ledger.reader import LedgerReader
-from tinkerscript.ledger.rows import CheckpointRow, ResumptionRow, TrainedRow, Use
+from tinkerscript.ledger.rows import ResumptionRow, TrainedRow, Use
 from tinkerscript.model_folder import model_folder
 from tinkerscript.page.episode_view import episode_view
 from tinkerscript.page.token_view import token_view
@@ -33,21 +31,17 @@ STEPS = 3
 ROLE = "proposer"
 
 
-def config(folder: Path, **changes: Any) -> RunConfig:
+def config(folder: Path, roles: dict[str, Any] | None = None) -> RunConfig:
     training: dict[str, Any] = {"steps": STEPS, "groups_per_step": 4, "group_size": 4, "learning_rate": 1e-3}
     return short_run(
         folder,
-        networked=True,
         seed=3,
-        task={"train_args": {"split": "train"}, "eval_args": {"split": "test"}},
+        task=SUMS,
         sampling={"max_tokens": 8},
-        **{
-            "roles": {ROLE: {"kind": "trained", "learning_rate": 2e-3}},
-            "training": training | {"checkpoint_every": 1, "keep_checkpoints": 2},
-            "evaluation": {"episodes": 4},
-            "workers": {"script": str(EXAMPLES / "proposer_solver.py")},
-            **changes,
-        },
+        roles=roles or {ROLE: {"kind": "trained", "learning_rate": 2e-3}},
+        training=training | {"checkpoint_every": 1, "keep_checkpoints": 2},
+        evaluation={"episodes": 4},
+        workers={"script": str(EXAMPLES / "proposer_solver.py")},
     )
 
 
@@ -55,36 +49,13 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     return [found for found in curve(folder) if "train/sequences" in found]
 
 
-def weights(folder: Path, role: str) -> dict[str, Any]:
-    """Of the run's last checkpoint of a role, or of its own policy."""
-    checkpoints = folder / "checkpoints"
-    return load_file((checkpoints / "roles" / role if role else checkpoints) / "final" / "model.safetensors")
-
-
-async def killed_after(step: int, made: RunConfig, folder: Path) -> None:
-    """Run a trainer of its own and kill it when `step` has its checkpoints."""
-
-    async def reached() -> bool:
-        is_there = (folder / "checkpoints" / f"step_{step:04d}").exists()
-        return is_there and any(row.step == step for row in rows(folder, CheckpointRow))
-
-    path = folder.with_suffix(".yaml")
-    path.write_text(dump_config(made), encoding="utf-8")
-    trainer = start(folder.parent, "train", str(path), output="trainer.log").process
-    try:
-        await eventually(reached, "the checkpoint", deadline_s=180)
-    finally:
-        trainer.kill()
-        await asyncio.to_thread(trainer.wait)
-
-
-@pytest.mark.timeout(400)
-async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
+async def test_two_policies_train_each_on_its_own_tokens_also_after_a_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    await killed_after(1, config(cut), cut)
+    with pytest.raises(CutError):
+        await run_training(config(cut), Cut(after=4 + 4 * 4 + 6))  # In the second step.
     texts: dict[int, list[str]] = {}
     tokenizer = LightTokenizer(model_folder("tiny"))
     original = EmbeddedTrainingClient.forward_backward
@@ -133,7 +104,7 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_kill(
     assert mine.keys() == theirs.keys()
     assert any(np.abs(mine[name] - theirs[name]).max() > 1e-4 for name in mine)
 
-    # The run that was killed goes on with both policies, and ends where the other one did.
+    # The run that was cut goes on with both policies, and ends where the other one did.
     await run_training(config(cut), QuietReporter(), path=cut)
     assert [step["step"] for step in steps_of(cut)] == list(range(1, STEPS + 1))
     for one, other in zip(steps_of(whole), steps_of(cut), strict=True):
@@ -173,32 +144,3 @@ def check_page(folder: Path, uuid: str) -> None:
         assert tokens.trainer_logprobs is None or tokens.step == STEPS
         text = "".join(tokens.texts)
         assert ("Pick a number" in text) == (line.role == ROLE)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-async def test_a_proposer_and_a_solver_both_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = await run_training(
-        config(
-            tmp_path / "run",
-            roles={ROLE: {"kind": "trained"}},
-            training={
-                "steps": 12,
-                "groups_per_step": 32,
-                "group_size": 8,
-                "minibatches": 4,
-                "learning_rate": 3e-4,
-                "lr_schedule": "linear",
-                "grad_clip_norm": 0.3,
-            },
-            evaluation={"episodes": 300},
-            workers={"count": 2, "concurrency": 32, "script": str(EXAMPLES / "proposer_solver.py")},
-        ),
-        QuietReporter(),
-    )
-    summary = json.loads((folder.path / "summary.json").read_text())
-    role = summary["roles"][ROLE]
-    assert summary["eval_after"] > summary["eval_before"] + 0.3
-    assert role["eval_after"] > role["eval_before"] + 0.2
-    assert max(summary["max_abs_dlogp"], role["max_abs_dlogp"]) < 1e-4
