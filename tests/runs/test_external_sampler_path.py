@@ -15,16 +15,16 @@ from rich.console import Console
 
 from fake_vllm import FakeVllm
 from inference_fakes import Distribution, Faults
-from interchange_helpers import FAST, collect, run_config, trainer, until
+from interchange_helpers import collect, run_config, trainer, until
 from interchange_setup import OUTPUT
 from serving import serving
+from tinkerscript.addresses import read_server_info
 from tinkerscript.commands.serve import serve_run
 from tinkerscript.commands.train import open_run
-from tinkerscript.config import InferenceConfig, RunConfig, dump_config
+from tinkerscript.config import InferenceConfig, dump_config
 from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.rollouts.alignment import find_errors
 from tinkerscript.rollouts.merge import merge_calls
-from tinkerscript.server.process import running_server
 from tinkerscript.tokenizer import LightTokenizer
 from tinkerscript.trainer_link.messages import EpisodeAccepted
 
@@ -39,11 +39,6 @@ def words(byte_model: Path) -> Distribution:
     assert tokenizer.eos_token_id is not None
     letters = tuple(tokenizer.encode(letter)[0] for letter in LETTERS)
     return Distribution(tokenizer.vocab_size, tokenizer.eos_token_id, letters)
-
-
-def config_for(url: str, model: Path, *, processes: int = 1, **inference: Any) -> RunConfig:
-    section = InferenceConfig.model_validate({"backend": "vllm", "base_url": url} | inference)
-    return run_config(model, processes=processes).model_copy(update={"inference": section})
 
 
 async def asked(
@@ -70,10 +65,10 @@ def heard(reply: httpx.Response) -> str:
     return "".join(delta.get("content") or "" for delta in deltas)
 
 
-async def run_episode(http: httpx.AsyncClient) -> None:
+async def run_episode(http: httpx.AsyncClient, uuid: str) -> dict[str, Any]:
     """By a client that brings its own sample: turns, a streamed one, one question asked twice at once."""
     registered = await http.post(
-        "/register_episode", json={"episode_uuid": "e", "client_uuid": "c", "payload": {"input": "talk"}}
+        "/register_episode", json={"episode_uuid": uuid, "client_uuid": "c", "payload": {"input": "talk"}}
     )
     assert registered.json() == {"success": True, "failure_reason": ""}
     body = {"client_uuid": "c", "pool": "c", "sends_key": True, "wait_s": 10}
@@ -86,42 +81,55 @@ async def run_episode(http: httpx.AsyncClient) -> None:
     streamed = heard(await asked(http, claim, messages, stream=True))
     messages += [{"role": "assistant", "content": streamed}, {"role": "user", "content": "and?"}]
     assert len(said(await asked(http, claim, messages, n=2))) == 2
-    headers = {"Authorization": f"Bearer {claim['openai_api_key']}"}
-    ended = await http.post("/end_episode", json={"workflow_output": OUTPUT}, headers=headers)
-    assert ended.json()["success"]
+    return claim
 
 
-async def test_what_is_recorded_is_the_servers_own_log(
+def write_config(folder: Path, url: str, model: Path) -> Path:
+    """Of a server with two gateway processes."""
+    inference = InferenceConfig.model_validate({"backend": "vllm", "base_url": url})
+    changes = {"inference": inference, "experiment_dir": str(folder / "run")}
+    path = folder / "config.yaml"
+    path.write_text(dump_config(run_config(model, processes=2).model_copy(update=changes)), encoding="utf-8")
+    return path
+
+
+async def test_what_tinkerscript_serve_records_is_the_inference_servers_own_log(
     words: Distribution, byte_model: Path, tmp_path: Path
 ) -> None:
-    """Through gateway processes."""
-    fake = FakeVllm(words, Faults())
+    fake, terminal = FakeVllm(words, Faults()), io.StringIO()
     with serving(fake.app) as url:
-        config = config_for(url, byte_model, processes=2)
-        async with running_server(config, tmp_path, environ={}, times=FAST) as (info, task):
-            async with httpx.AsyncClient(base_url=info.url, timeout=30) as http:
-                for number, port in enumerate(info.gateway_ports, 1):
-                    ready = await http.get(f"http://127.0.0.1:{port}/g/{number}/v1/models")  # Waits for it.
-                    assert ready.status_code == 401
-                fake.log.clear()
-                status = (await http.get("/get_engine_status")).json()
-                assert (status["engine_status"], status["policy_version"]) == ("ENGINE.ROLLING", -1)
-                await run_episode(http)
-                async with trainer(info.link_address) as link:
-                    await link.resume([])
-                    outcome = (await collect(link, 1))["e"]
-                await http.post(
-                    "/register_episode", json={"episode_uuid": "later", "client_uuid": "c", "payload": {}}
-                )
-                body = {"client_uuid": "c", "pool": "c", "sends_key": True, "wait_s": 10}
-                claim = (await http.post("/claim_episode", json=body)).json()
-                assert claim["success"], "a trainer that goes does not take the sampler away"
-            assert not task.done()
+        path = write_config(tmp_path, url, byte_model)
+        command = asyncio.create_task(serve_run(path, None, Console(file=terminal, width=200)))
+        await until(lambda: command.done() or "run episodes" in terminal.getvalue())
+        assert not command.done(), command.exception()
+        assert f"samples from     vllm at {url}; log: " in terminal.getvalue()
+        info = read_server_info(tmp_path / "run")
+        assert info is not None
+        async with httpx.AsyncClient(base_url=info.url, timeout=30) as http:
+            for number, port in enumerate(info.gateway_ports, 1):
+                ready = await http.get(f"http://127.0.0.1:{port}/g/{number}/v1/models")  # Waits for it.
+                assert ready.status_code == 401
+            fake.log.clear()
+            status = (await http.get("/get_engine_status")).json()
+            assert (status["engine_status"], status["policy_version"]) == ("ENGINE.ROLLING", -1)
+            claim = await run_episode(http, "e")
+            headers = {"Authorization": f"Bearer {claim['openai_api_key']}"}
+            ended = await http.post("/end_episode", json={"workflow_output": OUTPUT}, headers=headers)
+            assert ended.json()["success"]
+            async with trainer(info.link_address) as link:
+                await link.resume([])
+                outcome = (await collect(link, 1))["e"]
+            recorded = list(fake.log)
+            await run_episode(http, "later")  # A trainer that goes does not take the sampler away.
+        command.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await command
+    assert "logprobs raw" in (tmp_path / "run" / "logs" / "server.log").read_text()
     assert isinstance(outcome, EpisodeAccepted)
     rollouts = merge_calls(outcome.calls, episode_uuid="e")
     segments = [(rollout, segment) for rollout in rollouts for segment in rollout.segments]
-    assert len(fake.log) == len(segments) == TURNS + 3
-    for entry in fake.log:
+    assert len(recorded) == len(segments) == TURNS + 3
+    for entry in recorded:
         rollout, segment = next(
             (r, s) for r, s in segments if r.tokens[: s.end].tolist() == entry.prompt + entry.ids
         )
@@ -130,32 +138,6 @@ async def test_what_is_recorded_is_the_servers_own_log(
     assert len(rollouts) == 2, "one sequence, and the fork of the question that was asked twice"
     assert {call.policy_version for call in outcome.calls} == {-1}
     assert not [error for rollout in rollouts for error in find_errors(rollout, vocabulary=words.size)]
-
-
-def write_config(folder: Path, url: str, model: Path) -> Path:
-    config = config_for(url, model).model_copy(update={"experiment_dir": str(folder / "run")})
-    path = folder / "config.yaml"
-    path.write_text(dump_config(config), encoding="utf-8")
-    return path
-
-
-async def test_tinkerscript_serve_samples_elsewhere(
-    words: Distribution, byte_model: Path, tmp_path: Path
-) -> None:
-    terminal = io.StringIO()
-    with serving(FakeVllm(words).app) as url:
-        path = write_config(tmp_path, url, byte_model)
-        command = asyncio.create_task(serve_run(path, None, Console(file=terminal, width=200)))
-        await until(lambda: command.done() or "run episodes" in terminal.getvalue())
-        assert not command.done(), command.exception()
-        assert f"samples from     vllm at {url}; log: " in terminal.getvalue()
-        address = terminal.getvalue().split("interchange server at ")[1].split(",")[0]
-        async with httpx.AsyncClient(base_url=address, timeout=30) as http:
-            await run_episode(http)
-        command.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await command
-    assert "logprobs raw" in (tmp_path / "run" / "logs" / "server.log").read_text()
 
 
 async def test_tinkerscript_serve_ends_with_the_reason(

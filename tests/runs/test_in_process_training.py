@@ -122,10 +122,27 @@ class CurveWatcher(QuietReporter):
         self.drawn.append(is_png and not (self._run / "summary.json").exists())
 
 
+EVERY_SETTING: dict[str, Any] = {
+    "advantage_baseline": "leave_one_out",
+    "advantage_scale": "group_deviation",
+    "epochs_per_batch": 2,
+    "kl_penalty_coef": 0.1,
+    "warmup_steps": 1,
+    "lr_schedule": "cosine",
+    "loss_fn": "cispo",
+    "learning_rate": 1e-2,
+}
+
+
 async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> None:
+    """With every setting of the update, and a task that has a temperature of its own."""
     watcher = CurveWatcher(tmp_path / "run")
-    made = config(tmp_path, inspect_log_every=2)
-    folder = await run_training(made, watcher)
+    made = config(tmp_path, 0.5, inspect_log_every=2, **EVERY_SETTING)
+    sampling = made.sampling.model_copy(update={"max_tokens": 10**6})
+    folder = await run_training(made.model_copy(update={"sampling": sampling}), watcher)
+    told = "\n".join(watcher.notes)
+    assert "training.learning_rate: 0.01 is too high for all weights of a small model" in told
+    assert "sampling.max_tokens: 1000000 leaves no room for a prompt" in told
     assert watcher.drawn == [True, True], "after each step, while the run goes on"
     assert watcher.waits == [
         "the interchange server",
@@ -155,6 +172,10 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     assert summary["policy_version"] == 2
     assert [step["groups/dropped"] for step in watcher.steps] == [1, 1]
     assert not any("lag/1" in step for step in watcher.steps)
+    first, second = watcher.steps
+    assert first["train/kl_start"] == pytest.approx(0, abs=1e-5), "the first step samples from the start"
+    assert second["train/kl_start"] != 0
+    assert (first["train/learning_rate"], second["train/learning_rate"]) == (5e-3, 1e-2)
     assert "waits" not in {row.name for row in health_rows(LedgerReader(folder.path))}
     assert inspect_labels(folder.path) == ["eval-after", "eval-before", "step-0002"]
     assert json.loads((tmp_path / "runs/latest/summary.json").read_text()) == summary
@@ -170,6 +191,10 @@ async def test_a_run_leaves_a_folder_that_says_what_happened(tmp_path: Path) -> 
     assert sum("failures" in r for r in rollouts) == 4
     trained = next(r for r in rollouts if "sequences" in r)
     assert "<|im_start|>user\nWhat is " in trained["sequences"][0]["text"]
+    advantages = [each["advantage"] for each in rollouts if each.get("advantage")]
+    # Rewards 1 and 0 in a group of 4: one apart from three, or two and two, over the deviation.
+    possible = [2.0, 2 / 3, 2 / 3**0.5]
+    assert all(min(abs(abs(value) - one) for one in possible) < 1e-4 for value in advantages)
     await a_refused_resumption_leaves_the_config_as_it_was(folder.path)
 
 
@@ -219,40 +244,6 @@ async def test_groups_train_up_to_the_limit_and_none_is_lost_while_the_working_f
         step["groups/trained"] + step["groups/same_reward"] + step["groups/dropped"] for step in watcher.steps
     } == {6}
     assert "waits" in {row.name for row in health_rows(LedgerReader(run))}
-
-
-async def test_a_run_with_every_setting_of_the_update(tmp_path: Path) -> None:
-    """Leave-one-out over the deviation, two epochs, microbatches, a penalty, a warm-up and a cosine; and a
-    task with a temperature of its own."""
-    watcher = QuietReporter()
-    more = {
-        "advantage_baseline": "leave_one_out",
-        "advantage_scale": "group_deviation",
-        "epochs_per_batch": 2,
-        "kl_penalty_coef": 0.1,
-        "warmup_steps": 1,
-        "lr_schedule": "cosine",
-        "loss_fn": "cispo",
-    }
-    given = config(tmp_path, 0.5, learning_rate=1e-2, **more)
-    sampling = given.sampling.model_copy(update={"max_tokens": 10**6})
-    given = given.model_copy(update={"sampling": sampling})
-    folder = await run_training(given, watcher)
-    told = "\n".join(watcher.notes)
-    assert "training.learning_rate: 0.01 is too high for all weights of a small model" in told
-    assert "sampling.max_tokens: 1000000 leaves no room for a prompt" in told
-    first, second = watcher.steps
-    assert first["train/kl_start"] == pytest.approx(0, abs=1e-5), "the first step samples from the start"
-    assert second["train/kl_start"] != 0
-    assert (first["train/learning_rate"], second["train/learning_rate"]) == (5e-3, 1e-2)
-    assert first["alignment/max_abs_dlogp"] < 1e-4
-    rollouts = gzip.decompress((folder.path / "rollouts" / "step_0001.jsonl.gz").read_bytes())
-    lines = [json.loads(line) for line in rollouts.splitlines()]
-    mixed = [line["advantage"] for line in lines if line.get("advantage")]
-    assert mixed
-    # Rewards 1 and 0 in a group of 4: one apart from three, or two and two, over the deviation.
-    possible = [2.0, 2 / 3, 2 / 3**0.5]
-    assert all(min(abs(abs(value) - one) for one in possible) < 1e-4 for value in mixed)
 
 
 async def test_tasks_share_a_run_by_weight_and_come_from_installed_packages(

@@ -30,8 +30,10 @@ from urllib.request import Request, urlopen
 def rollout(episode):
     base, headers = episode.openai_base_url, {{"Authorization": f"Bearer {{episode.openai_api_key}}"}}
     call = b'{{"model": "policy", "max_tokens": 4, "messages": [{{"role": "user", "content": "1+1?"}}]}}'
-    urlopen(Request(f"{{base}}/chat/completions", call, headers | {{"Content-Type": "application/json"}}))
-    urlopen(Request(f"{{base.removesuffix('/v1')}}/record_transcript", os.urandom({TRANSCRIPT}), headers))
+    in_json = headers | {{"Content-Type": "application/json"}}
+    urlopen(Request(f"{{base}}/chat/completions", call, in_json)).close()
+    transcripts = f"{{base.removesuffix('/v1')}}/record_transcript"
+    urlopen(Request(transcripts, os.urandom({TRANSCRIPT}), headers)).close()
     return float(os.urandom(1)[0] % 2)
 """
 

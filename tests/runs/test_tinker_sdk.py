@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import torch
 from tinker import types
 from tinker.types import RequestErrorCategory
 
+from interchange_helpers import until
 from small_models import sft_datum
 from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.engine.weights import LoraSettings
@@ -242,10 +241,9 @@ def test_a_server_of_all_weights_ignores_the_rank_and_takes_no_adapters(
 
 
 def refused_checkpoint(service: tinker.ServiceClient, path: str, message: str) -> None:
-    with pytest.raises(tinker.BadRequestError, match=message):
-        service.create_sampling_client(model_path=path).result()
-    with pytest.raises(tinker.BadRequestError, match=message):
-        service.create_training_client_from_state(path).result()
+    for make in (service.create_sampling_client, service.create_training_client_from_state):
+        with pytest.raises(tinker.BadRequestError, match=message):
+            make(path).result()
 
 
 # Sampling
@@ -304,16 +302,9 @@ async def test_an_abandoned_sample_is_cancelled(wire: Wire, service: tinker.Serv
     client = service.create_sampling_client(base_model="random").result()
     params = tinker.SamplingParams(max_tokens=40, stop=[])
     future = client.sample(prompt(*IDS), 500, params)
-    await eventually(lambda: wire.state.futures.samples == 500)
+    await until(lambda: wire.state.futures.samples == 500)
     future.future().cancel()
-    await eventually(lambda: wire.state.futures.samples == 0)
-
-
-async def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.02)
+    await until(lambda: wire.state.futures.samples == 0)
 
 
 # Saving, loading, the REST client

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from command_line import ROOT, Command, end_all, start
+from command_line import ROOT, Command, start
 from run_ledger import rows, standing_steps
 from tinkerscript.files import LEDGER_FILE
 from tinkerscript.ledger.rows import ResumptionRow
@@ -74,11 +73,10 @@ class TwoMachines:
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[TwoMachines]:
+def machines(tmp_path: Path) -> TwoMachines:
     (tmp_path / "server").mkdir()
     (tmp_path / "trainer").mkdir()
-    yield TwoMachines(tmp_path / "server", tmp_path / "trainer")
-    end_all()
+    return TwoMachines(tmp_path / "server", tmp_path / "trainer")
 
 
 @pytest.mark.long

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from plain_sums import SUMS
+from short_runs import curve, short_run
 from tinkerscript.model_folder import TINY_MODEL
 from wire_setup import KEY, SDK_LEAVES_SOCKETS, AnswersInJson, Wire, wire_server
 
@@ -41,24 +43,14 @@ def json_wire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wire]:
 
 def job(url: str, folder: Path, *, steps: int = 3, resume: bool = False) -> dict[str, Any]:
     """A run of `steps` in `folder`, or its rest."""
-    config = {
-        "experiment_dir": str(folder),
-        "enable_tinkerscript_mode": False,
-        "interchange_server": {"interchange_server_port": 0},
-        "seed": 11,
-        "task": {"name": f"{ROOT / 'examples' / 'arithmetic.py'}@arithmetic"},
-        "engine": {"backend": "tinker", "base_url": url, "lora": {"rank": 8, "targets": ["attn", "mlp"]}},
-        "sampling": {"max_tokens": 8},
-        "training": {
-            "steps": steps,
-            "groups_per_step": 4,
-            "group_size": 4,
-            "learning_rate": 5e-4,
-            "lr_schedule": "constant",
-            "kl_penalty_coef": 0.05,
-        },
-        "evaluation": {"episodes": 0},
-    }
+    training = {"steps": steps, "groups_per_step": 4, "group_size": 4, "learning_rate": 5e-4}
+    config = short_run(
+        folder,
+        seed=11,
+        engine={"backend": "tinker", "base_url": url, "lora": {"rank": 8, "targets": ["attn", "mlp"]}},
+        task=SUMS,
+        training=training | {"lr_schedule": "constant", "kl_penalty_coef": 0.05},
+    ).model_dump(mode="json", exclude_unset=True)
     return {"config": config, "resume": str(folder) if resume else None}
 
 
@@ -80,17 +72,13 @@ def outcomes_of(sdk: Path | None, folder: Path, jobs: list[dict[str, Any]]) -> l
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_the_newest_sdk_trains_and_refuses_a_server_that_answers_in_json(
     newest: Path, newest_outcomes: list[dict[str, Any]], wire: Wire
 ) -> None:
     whole, refused = newest_outcomes
     assert (whole["error"], whole["notes"]) == ("", [])
-    assert [line["step"] for line in metrics(newest)] == [1, 2, 3]
-    assert any(line["train/kl_start"] != 0 for line in metrics(newest))
+    assert [line["step"] for line in curve(newest)] == [1, 2, 3]
+    assert any(line["train/kl_start"] != 0 for line in curve(newest))
     assert wire.state.sessions.all()[-1].finished == "interrupted: the trainer ended"
     assert "EngineError" in refused["error"]
     assert "no longer reads: pip install 'tinker>=0.24,<0.25'" in refused["error"]
@@ -120,16 +108,21 @@ def test_the_oldest_sdk_gives_the_same_run_from_both_kinds_of_answers(
         job(json_wire.url, from_json),
     ]
     fetched = AnswersInJson.fetched
-    *runs, server = outcomes_of(OLDEST, tmp_path, jobs)
+    runs = outcomes_of(OLDEST, tmp_path, jobs)
     assert [run["error"] for run in runs] == ["", "", ""]
     assert all(
         "tinker 0.24.1 cannot finish a session (0.27.2 and later can)" in run["notes"][0] for run in runs
     )
     assert AnswersInJson.fetched > fetched
     for folder in (from_protobuf, from_json):
-        for one, other in zip(metrics(folder), metrics(newest), strict=True):
+        for one, other in zip(curve(folder), curve(newest), strict=True):
             assert one["reward/mean"] == other["reward/mean"]
             assert max(line["alignment/max_abs_dlogp"] for line in (one, other)) < 1e-4
             for name in ("train/loss", "train/grad_norm", "train/kl_start"):
                 assert one[name] == pytest.approx(other[name], abs=1e-4, rel=1e-4), name
-    assert "engine --port needs tinker 0.38 or later, and 0.24.1 is installed" in server["error"]
+    command = [sys.executable, "-m", "tinkerscript", "engine", "--port", "0"]
+    started = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(OLDEST)}, capture_output=True, text=True, timeout=100
+    )
+    assert started.returncode == 2
+    assert "engine --port needs tinker 0.38 or later, and 0.24.1 is installed" in started.stderr
