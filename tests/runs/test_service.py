@@ -13,6 +13,7 @@ import pytest
 import tinker
 from transformers import AutoTokenizer
 
+from plain_sums import SUMS
 from service_target import Target, service_target
 from short_runs import curve, short_run
 from tinkerscript.config import RunConfig
@@ -106,9 +107,10 @@ async def test_chats_then_reinforcement_then_a_resumed_run(target: Target, tmp_p
     assert figures["nll_after"] < figures["nll_before"]
 
     def reinforcement(steps: int) -> RunConfig:
-        settings = {"steps": steps, "groups_per_step": 4, "group_size": 4, "checkpoint_every": 1}
+        training = {"steps": steps, "groups_per_step": 4, "group_size": 4, "checkpoint_every": 1}
         engine = target.engine(checkpoint=str(folder.path / "checkpoints" / "final"))
-        return short_run(tmp_path / "rl", engine=engine, training=settings | {"kl_penalty_coef": 0.05})
+        kl: dict[str, Any] = {"kl_penalty_coef": 0.05}
+        return short_run(tmp_path / "rl", task=SUMS, engine=engine, training=training | kl)
 
     await run_training(reinforcement(2), QuietReporter())
     await run_training(reinforcement(3), QuietReporter(), path=tmp_path / "rl")
