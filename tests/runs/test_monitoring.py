@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from command_line import ROOT, start_training
+from plain_sums import SUMS
 
 FOLDER = ROOT / "examples" / "monitoring"
 NAME = re.compile(r"\btinkerscript_\w+")
@@ -23,7 +25,8 @@ def expressions() -> list[str]:
 
 
 def test_one_scrape_has_what_the_dashboard_shows(tmp_path: Path) -> None:
-    settings = {"training.steps": 200, "evaluation.episodes": 0, "log_format": "json"}
+    settings: dict[str, Any] = {"task.name": SUMS["name"], "evaluation.episodes": 0, "log_format": "json"}
+    settings |= {"training.steps": 200, "training.groups_per_step": 2, "training.group_size": 2}
     command = start_training(tmp_path, **settings)
     page = tmp_path / "run" / "server.json"
     command.until(page.exists)
@@ -36,7 +39,6 @@ def test_one_scrape_has_what_the_dashboard_shows(tmp_path: Path) -> None:
         return 'metric="reward/mean"' in text and "tinkerscript_active_clients 1.0" in text
 
     command.until(has_all)
-    command.until((tmp_path / "run" / "logs" / "worker-0.log").read_text)  # What it says every ten seconds.
     command.process.terminate()
     assert command.wait() == 130
     check_logs(tmp_path / "run" / "logs")
@@ -58,13 +60,12 @@ def test_one_scrape_has_what_the_dashboard_shows(tmp_path: Path) -> None:
 
 
 def check_logs(folder: Path) -> None:
-    """Each process logs JSON alone, and names the run as soon as it knows it."""
-    for name in ("server.log", "trainer.log", "worker-0.log"):
+    """The processes log JSON alone, and name the run as soon as they know it."""
+    for name in ("server.log", "trainer.log"):
         records = [json.loads(line) for line in (folder / name).read_text().splitlines()]
         assert records, name
         assert all({"time", "level", "logger", "message", "pid"} <= record.keys() for record in records)
-        if name != "worker-0.log":
-            assert {record.get("run") for record in records} == {"run"}
+        assert {record.get("run") for record in records} == {"run"}
 
 
 def test_the_scrape_config_names_the_server_alone() -> None:

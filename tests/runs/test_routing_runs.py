@@ -52,15 +52,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def trained(folder: Path, model: Path, *, replays: bool, **engine: Any) -> dict[str, Any]:
     settings = {"model": str(model), "dtype": "bfloat16", "routing_replay": replays, **engine}
-    training = {"steps": 1, "groups_per_step": 2, "group_size": 4, "on_misalignment": "warn"}
+    training = {"steps": 1, "groups_per_step": 4, "group_size": 4, "on_misalignment": "warn"}
     training |= {"kl_penalty_coef": 0.05, "learning_rate": 1e-4}  # All train, whatever their rewards.
-    config = short_run(
-        folder,
-        task=SUMS,
-        engine=settings,
-        training=training,
-        sampling={"max_tokens": 24, "precedence": "run"},
-    )
+    config = short_run(folder, task=SUMS, engine=settings, training=training)
     await run_training(config, QuietReporter())
     return json.loads((folder / "alignment.json").read_text())
 
@@ -80,7 +74,7 @@ async def test_the_gap_falls_at_least_tenfold(mixture: Path, tmp_path: Path, lor
             for episode in group.episodes
             for call in episode.calls
         ]
-        assert len(calls) == 8
+        assert len(calls) == 16
         assert {len(call.experts) for call in calls} == {
             replays * LAYERS * CHOSEN * call.new_tokens for call in calls
         }
