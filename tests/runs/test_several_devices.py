@@ -285,6 +285,7 @@ def test_a_run_whose_rank_dies_says_so_and_resumes_under_torchrun(tmp_path: Path
     assert (run / "checkpoints" / "final" / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_every_rank_replays_the_experts_of_its_part(random_model: Path, tmp_path: Path) -> None:
     folder, random = tmp_path / "mixture", np.random.default_rng(3)
     settings = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
