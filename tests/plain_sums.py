@@ -11,8 +11,8 @@ from tinkerscript.workers.base_task import EpisodeModel, Task, TaskSample
 class Sums(Task):
     """The tiny model answers about two in five of them."""
 
-    def __init__(self, *, number: int = 300, max_tokens: int = 8) -> None:
-        self._number, self._max_tokens = number, max_tokens
+    def __init__(self, *, number: int = 300) -> None:
+        self._number = number
 
     def samples(self, *, held_out: bool) -> Sequence[TaskSample]:
         pairs = [(a, b) for b in range(10, 20) for a in range(10, 50) if (b == 19) == held_out]
@@ -22,8 +22,7 @@ class Sums(Task):
         ]
 
     async def rollout(self, sample: TaskSample, model: EpisodeModel) -> float:
-        asked = [{"role": "user", "content": sample["input"]}]
-        reply = await model.ask(asked, max_tokens=self._max_tokens)
+        reply = await model.ask([{"role": "user", "content": sample["input"]}], max_tokens=8)
         return float(reply.strip() == sample["target"])
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from plain_sums import SUMS
 from run_ledger import results, rows
-from short_runs import short_run
+from short_runs import ARITHMETIC, short_run
 from tinkerscript.commands import train as command
 from tinkerscript.commands.show import show_command
 from tinkerscript.ledger.health import HealthRow, best_score, health_rows
@@ -22,6 +22,8 @@ from tinkerscript.page.steps import step_view
 from tinkerscript.testing import QuietReporter
 from tinkerscript.train.run import run_training
 from tinkerscript.trainer_link.messages import EpisodeAccepted
+
+DEMO = f"{ARITHMETIC}@arithmetic"
 
 TASK = """
 from collections import Counter
@@ -60,13 +62,14 @@ class Run:
         *,
         task: dict[str, Any] = SUMS,
         evaluated: int = 40,
+        max_tokens: int = 16,
         **training: Any,
     ) -> None:
         usual = {"steps": 4, "groups_per_step": 8, "group_size": 8, "minibatches": 4, "learning_rate": 3e-4}
         self.config = short_run(
             folder / "run",
             task=task,
-            sampling={"max_tokens": 16},
+            sampling={"max_tokens": max_tokens},
             training=usual | training,
             evaluation={"episodes": evaluated},
         )
@@ -103,7 +106,8 @@ TINY_STEPS: dict[str, Any] = {"steps": 2, "groups_per_step": 4, "group_size": 2,
 
 def test_a_run_that_destroys_its_model_is_no_success(tmp_path: Path) -> None:
     """Its rate is a thousand times too high: after a step, the tiny model answers next to nothing."""
-    run = Run(tmp_path, learning_rate=0.01, steps=3)
+    task = {"name": DEMO, "train_args": {"split": "train"}, "eval_args": {"split": "test"}}
+    run = Run(tmp_path, task=task, evaluated=64, learning_rate=0.01, steps=3)
     assert {"held_out", "reward", "length"} <= {name for name, kind in run.red().items() if kind == "bad"}
     assert "replies have become nearly empty" in run.rows["length"].words
     (before,) = [note for note in run.watcher.notes if "too high" in note]
@@ -131,8 +135,10 @@ def test_a_run_that_learns_is_well_and_ends_with_its_model(tmp_path: Path) -> No
 
 
 def test_the_page_has_the_shares_that_the_calls_of_a_run_have(tmp_path: Path) -> None:
-    task = SUMS | {"train_args": {"max_tokens": 3}}
-    run = Run(tmp_path, task=task, evaluated=0, steps=2, group_size=4, minibatches=1)
+    demo = ARITHMETIC.read_text()  # Its own limit of tokens would come before the run's.
+    (tmp_path / "unlimited.py").write_text(demo.replace("config=GenerateConfig(max_tokens=8),", ""))
+    task = {"name": f"{tmp_path / 'unlimited.py'}@arithmetic"}
+    run = Run(tmp_path, task=task, max_tokens=3, evaluated=0, steps=2, group_size=4)
     accepted = {each.sequence: each for each in results(run.folder)}
     steps: dict[int, list[EpisodeAccepted]] = {}
     for row in rows(run.folder, TrainedRow, "WHERE step > 0 AND outcome != ?", Use.EVALUATED):

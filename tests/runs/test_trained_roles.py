@@ -104,7 +104,7 @@ async def test_two_policies_train_each_on_its_own_tokens_also_after_a_cut(
             load_file(run / "checkpoints" / role / "final" / "model.safetensors") for run in (whole, cut)
         )
         for name in one:
-            np.testing.assert_allclose(one[name], other[name], atol=1e-4)
+            assert np.abs(one[name] - other[name]).mean() < 1e-5, "a step moves weights by 1e-3"
     assert [row.step for row in rows(cut, ResumptionRow)] == [0, 1]
     for run in (whole, cut):
         used = rows(run, TrainedRow, "WHERE undone = 0 AND outcome = ?", Use.TRAINED)
