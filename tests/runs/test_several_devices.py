@@ -23,7 +23,6 @@ import tinker
 import torch
 from safetensors.torch import load_file
 
-from command_line import start
 from small_models import small_model
 from tinkerscript.engine import decoder, packing, ranks
 from tinkerscript.engine.embedded import EmbeddedEngine
@@ -237,12 +236,15 @@ def dies_while_a_pass_waits_for_it(
         client.forward_backward(batch, "cross_entropy").result()
 
 
-def long_training(folder: Path) -> Path:
+def chats(folder: Path) -> Path:
     """A config of supervised training that takes minutes, with a checkpoint after each of its short steps."""
-    asked = ({"role": "user", "content": f"What is {i}+{99 - i}?"} for i in range(10, 42))
-    said = ({"role": "assistant", "content": f"{i + 7}"[::-1]} for i in range(10, 42))
-    chats = [json.dumps({"messages": messages}) for messages in zip(asked, said, strict=True)]
-    (folder / "chats.jsonl").write_text("\n".join(chats))
+    with (folder / "chats.jsonl").open("w") as file:
+        for i in range(10, 42):
+            messages = [
+                {"role": "user", "content": f"What is {i}+{99 - i}?"},
+                {"role": "assistant", "content": f"{i + 7}"[::-1]},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
     config = {
         "experiment_dir": str(folder / "run"),
         "method": "sft",
@@ -257,13 +259,27 @@ def long_training(folder: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_run_whose_rank_dies_says_so_and_resumes_under_torchrun(tmp_path: Path) -> None:
-    config, run = long_training(tmp_path), tmp_path / "run"
-    command = start(tmp_path, "train", str(config), fresh=True)
-    command.until(lambda: list(run.glob("checkpoints/step_*")), seconds=120)
-    (follower,) = command.family()
-    follower.send_signal(signal.SIGKILL)
-    assert command.wait(seconds=30) == 2
-    text = command.text()
+    config, run = chats(tmp_path), tmp_path / "run"
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tinkerscript", "train", str(config)], stdout=file, stderr=file
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(run.glob("checkpoints/step_*")):
+            assert process.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.05)
+        (follower,) = psutil.Process(process.pid).children()
+        follower.send_signal(signal.SIGKILL)
+        killed_at = time.monotonic()
+        assert process.wait(timeout=30) == 2
+        print(f"ended {time.monotonic() - killed_at:.1f} s after its rank")
+    finally:
+        process.kill()
+        process.wait()
+    text = output.read_text()
     assert "rank 1 of 2 ended (signal 9)" in text
     assert f"once the cause is fixed, resume with: tinkerscript train --resume {run}" in text
 
