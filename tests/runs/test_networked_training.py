@@ -25,27 +25,8 @@ from tinkerscript.train.backends import BACKENDS
 from tinkerscript.train.backends.embedded_engine import EmbeddedBackend
 from tinkerscript.train.run import run_training
 
-EPISODES = 2 * 4 * 3 + 2 * 40
 
-
-def broken(episode: Episode) -> float:
-    raise OSError("no space left on the device")
-
-
-def fail(run_dir: Path, refusals: list[str]) -> None:
-    """A client that fails from the first second on, while the run's own worker still loads its task."""
-    path = run_dir / "server.json"
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert time.monotonic() < deadline, "the run's server did not start"
-        time.sleep(0.05)
-    client = TinkerScriptClient(json.loads(path.read_text())["url"], client_uuid="broken", timeout_s=5)
-    with client, pytest.raises(RequestRefusedError) as refused:
-        run(broken, client=client, concurrency=4)
-    refusals.append(str(refused.value))
-
-
-async def test_every_episode_is_in_the_ledger_and_none_is_lost_though_a_client_is_broken(
+async def test_every_episode_of_a_run_is_in_its_ledger_and_none_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -55,41 +36,77 @@ async def test_every_episode_is_in_the_ledger_and_none_is_lost_though_a_client_i
         interchange_server={"interchange_method": "tcp"},
         task={"train_args": {"split": "train"}, "eval_args": {"split": "test"}},
         training={"steps": 2, "groups_per_step": 4, "group_size": 3},
+        evaluation={"episodes": 6},
+    )
+    folder = await run_training(config, QuietReporter())
+    summary = json.loads((folder.path / "summary.json").read_text())
+    episodes = 2 * 4 * 3 + 2 * 6
+    assert summary["train_episodes"] == 2 * 4 * 3
+    assert summary["episodes_accepted"] == episodes
+    assert (summary["episodes_lost"], summary["sequences_per_episode"]) == (0, 1.0)
+    assert summary["max_abs_dlogp"] <= 1e-4
+
+    accepted = results(folder.path)
+    assert len(accepted) == episodes
+    assert {call.policy_version for episode in accepted for call in episode.calls} == {0, 1, 2}
+    assert all(json.loads(call.reply)["role"] == "assistant" for e in accepted for call in e.calls)
+
+    transcripts = ask(folder.path, "SELECT transcript FROM transcripts")
+    assert len(transcripts) == episodes
+    for (data,) in transcripts:
+        kinds = {
+            json.loads(bytes(event))["event"]
+            for event in parsed(unpacked(data, dictionaries(folder.path))).events
+        }
+        assert {"model", "score"} <= kinds
+    used = ask(folder.path, "SELECT episode, step FROM trained ORDER BY episode")
+    assert [episode for episode, _ in used] == sorted(each.sequence for each in accepted)
+    assert {step for _, step in used} == {0, 1, 2}
+    assert ask(folder.path, "SELECT count(*) FROM episodes WHERE NOT consumed") == [(0,)]
+
+
+async def test_a_broken_client_is_named_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails from the first second on, while the run's own worker still loads its task."""
+    monkeypatch.chdir(tmp_path)
+    config = short_run(
+        "run",
+        networked=True,
+        training={"steps": 2, "groups_per_step": 4, "group_size": 3},
         evaluation={"episodes": 40},
         workers={"concurrency": 4},
     )
     refusals: list[str] = []
-    failing = threading.Thread(target=fail, args=(tmp_path / "run", refusals))
+
+    def broken(episode: Episode) -> float:
+        raise OSError("no space left on the device")
+
+    def fail() -> None:
+        path = tmp_path / "run" / "server.json"
+        deadline = time.monotonic() + 60
+        while not path.exists():
+            assert time.monotonic() < deadline, "the run's server did not start"
+            time.sleep(0.05)
+        client = TinkerScriptClient(json.loads(path.read_text())["url"], client_uuid="broken", timeout_s=5)
+        with client, pytest.raises(RequestRefusedError) as refused:
+            run(broken, client=client, concurrency=4)
+        refusals.append(str(refused.value))
+
+    failing = threading.Thread(target=fail)
     failing.start()
     reporter = QuietReporter()
-    folder = (await run_training(config, reporter)).path
+    folder = await run_training(config, reporter)
     failing.join(timeout=30)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["steps"], summary["train_episodes"]) == (2, 2 * 4 * 3)
-    assert summary["episodes_lost"] == 0
-    assert summary["sequences_per_episode"] == 1.0
-    assert summary["max_abs_dlogp"] <= 1e-4
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert (summary["steps"], summary["episodes_lost"]) == (2, 0)
+    assert summary["train_episodes"] == 2 * 4 * 3
     (note,) = (note for note in reporter.notes if "gets no more episodes" in note)
     assert note.startswith("client 'broken' gets no more episodes for now: its last ")
     assert note.endswith(
         "attempts failed while others succeeded: task_error: OSError: no space left on the device"
     )
     assert ["is in quarantine" in refusal for refusal in refusals] == [True]
-
-    accepted = results(folder)
-    # The broken client may have had an episode of the first evaluation in each of its attempts.
-    assert len(accepted) == EPISODES - summary["episodes_failed"] >= EPISODES - 40
-    assert {call.policy_version for episode in accepted for call in episode.calls} == {0, 1, 2}
-    assert all(json.loads(call.reply)["role"] == "assistant" for e in accepted for call in e.calls)
-    transcripts = ask(folder, "SELECT transcript FROM transcripts")
-    assert len(transcripts) == len(accepted)
-    for (data,) in transcripts:
-        events = parsed(unpacked(data, dictionaries(folder))).events
-        assert {"model", "score"} <= {json.loads(bytes(event))["event"] for event in events}
-    used = ask(folder, "SELECT episode, step FROM trained")
-    assert len({episode for episode, _ in used}) == len(used) == EPISODES
-    assert {step for _, step in used} == {0, 1, 2}
-    assert ask(folder, "SELECT count(*) FROM episodes WHERE NOT consumed") == [(0,)]
 
 
 class RefusingSampler(Sampler):
