@@ -1,13 +1,13 @@
-"""A gateway for the tests of its endpoints."""
+"""A gateway for the tests of its endpoints, and ways to read what it streams."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from gateway_bench import Bench
+from gateway_bench import CLAIM, Bench
 
 
 @pytest.fixture
@@ -15,3 +15,15 @@ async def bench(byte_model: Path) -> AsyncIterator[Bench]:
     bench = Bench(byte_model)
     yield bench
     await bench.client.aclose()
+
+
+@pytest.fixture
+def lose_claim(bench: Bench) -> Callable[[list[int]], str]:
+    """A script for the sampler: the claim is lost while it samples."""
+
+    def lose(prompt: list[int]) -> str:
+        bench.claims.lose(CLAIM, "the lease ran out")
+        return "late"
+
+    bench.answer = lose
+    return lose

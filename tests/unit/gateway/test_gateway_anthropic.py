@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
-from gateway_bench import CLAIM, Bench, LimitedSampler
-from tinkerscript.errors import GatewayError
+from event_streams import events_of
+from gateway_bench import CLAIM, Bench
 from tinkerscript.gateway.dialects import AnthropicMessages
-from tinkerscript.gateway.dialects.dialect import ModelCall
-from tinkerscript.tokenizer import LightTokenizer
 
 TOOL: dict[str, Any] = {"name": "add", "input_schema": {"type": "object"}}
 CALLS = "".join(
@@ -22,19 +19,6 @@ CALLS = "".join(
 )
 THINKING = {"type": "enabled", "budget_tokens": 1024}
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-async def bench(byte_model: Path) -> AsyncIterator[Bench]:
-    bench = Bench(byte_model)
-    bench.client.headers = httpx.Headers({"x-api-key": "key", "anthropic-version": "2023-06-01"})
-    yield bench
-    await bench.client.aclose()
-
-
-@pytest.fixture(scope="module")
-def dialect(byte_model: Path) -> AnthropicMessages:
-    return AnthropicMessages(LightTokenizer(byte_model))
 
 
 async def post(bench: Bench, messages: Any = None, **fields: Any) -> httpx.Response:
@@ -46,50 +30,30 @@ async def ask(bench: Bench, messages: Any = None, **fields: Any) -> dict[str, An
     """The message, streamed or whole."""
     response = await post(bench, messages, **fields)
     assert response.status_code == 200, response.text
-    return assembled(events_of(response.text)) if fields.get("stream") else response.json()
+    return assembled(events_of(response)) if fields.get("stream") else response.json()
 
 
-def events_of(text: str) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = []
-    for block in text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-    return events
-
-
-def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
+def assembled(events: list[Any]) -> dict[str, Any]:
     """The message of a stream, put together as Anthropic's client does."""
-    message: dict[str, Any] = {}
-    partial: dict[int, str] = {}
-    fields = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
+    message = events[0]["message"]
+    content = message["content"]
     for event in events:
-        match event["type"]:
-            case "message_start":
-                message = event["message"]
-            case "content_block_start":
-                assert event["index"] == len(message["content"])
-                message["content"].append(event["content_block"])
-            case "content_block_delta" if event["delta"]["type"] == "input_json_delta":
-                partial[event["index"]] = partial.get(event["index"], "") + event["delta"]["partial_json"]
-            case "content_block_delta":
-                field = fields[event["delta"]["type"]]
-                message["content"][event["index"]][field] += event["delta"][field]
-            case "content_block_stop":
-                if event["index"] in partial:
-                    message["content"][event["index"]]["input"] = json.loads(partial[event["index"]])
-            case "message_delta":
-                message |= event["delta"]
+        match event["type"], event.get("delta"):
+            case "content_block_start", _:
+                assert event["index"] == len(content)
+                content.append(event["content_block"])
+            case "content_block_delta", {"type": "input_json_delta", "partial_json": arguments}:
+                content[event["index"]]["input"] = json.loads(arguments)
+            case "content_block_delta", {"type": kind, **texts}:
+                field = kind.removesuffix("_delta")
+                content[event["index"]][field] += texts[field]
+            case "message_delta", end:
+                message |= end
                 message["usage"] |= event["usage"]
-            case _:
-                assert event["type"] in ("ping", "message_stop")
+            case kind, _:
+                assert kind in ("message_start", "ping", "content_block_stop", "message_stop")
     assert events[-1]["type"] == "message_stop"
     return message
-
-
-def parsed(dialect: AnthropicMessages, **fields: Any) -> ModelCall:
-    body = {"model": "policy", "max_tokens": 9, "messages": HI} | fields
-    return dialect.parse(json.dumps(body).encode())
 
 
 async def test_a_message_is_anthropics(bench: Bench) -> None:
@@ -153,10 +117,6 @@ async def test_stop_reasons(bench: Bench, stream: bool) -> None:
     assert [block["input"] for block in reply["content"]] == [{"a": 1, "b": "é"}, {"a": 2.0, "b": "é"}]
 
 
-def without_thinking(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [block for block in content if block["type"] != "thinking"]
-
-
 def reordered(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Arguments as a program writes them that keeps them in an object."""
     return [
@@ -165,24 +125,16 @@ def reordered(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-SENT_BACK = {
-    "as it came": lambda content: [{"role": "assistant", "content": content}],
-    "without thinking": lambda content: [{"role": "assistant", "content": without_thinking(content)}],
-    "arguments reordered": lambda content: [{"role": "assistant", "content": reordered(content)}],
-    "in two messages": lambda content: [
-        {"role": "assistant", "content": content[:-1]},
-        {"role": "assistant", "content": content[-1:]},
-    ],
+SENT_BACK: dict[str, Callable[[list[Any]], list[list[Any]]]] = {
+    "as it came": lambda content: [content],
+    "without thinking": lambda content: [content[1:]],
+    "arguments reordered": lambda content: [reordered(content)],
+    "in two messages": lambda content: [content[:-1], content[-1:]],
     "with nulls and caching": lambda content: [
-        {
-            "role": "assistant",
-            "content": [
-                block | {"cache_control": {"type": "ephemeral"}, "citations": None, "caller": None}
-                for block in content
-            ],
-        }
+        [block | {"cache_control": {"type": "ephemeral"}, "caller": None} for block in content]
     ],
 }
+"""The contents of the assistant's messages that a program makes of a reply."""
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -195,72 +147,36 @@ async def test_an_unedited_conversation_is_one_sequence(bench: Bench, way: str, 
         bench.answer = f"<think>\nhm \n</think>\n\nso {CALLS}"
         content = (await ask(bench, messages, **fields))["content"]
         assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "tool_use"]
+        first, second = ({"type": "tool_result", "tool_use_id": each["id"]} for each in content[2:])
         results = [
-            {"type": "tool_result", "tool_use_id": content[2]["id"], "content": "3"},
-            {
-                "type": "tool_result",
-                "tool_use_id": content[3]["id"],
-                "content": [text("4")],
-                "is_error": True,
-            },
+            first | {"content": "3"},
+            second | {"content": [text("4")], "is_error": True},
+            text("go "),
+            text("on"),
         ]
-        messages += [*SENT_BACK[way](content), {"role": "user", "content": results}]
+        messages += [{"role": "assistant", "content": each} for each in SENT_BACK[way](content)]
+        messages.append({"role": "user", "content": results})
     bench.answer = "done"
     reply = await ask(bench, messages, **fields)
     messages += [{"role": "assistant", "content": "done"}, {"role": "user", "content": [text("thanks")]}]
     assert reply["content"] == [text("done")]
     await ask(bench, messages, **fields)
     bench.check_one_sequence(turns=4)
-    results = json.loads(bench.calls[1].messages)
-    assert [message.get("is_error") for message in results] == [None, True]
+    recorded = json.loads(bench.calls[1].messages)
+    assert [(each["role"], each["content"], each.get("is_error")) for each in recorded] == [
+        ("tool", "3", None),
+        ("tool", "4", True),
+        ("user", "go on", None),
+    ]
 
 
 def text(words: str) -> dict[str, Any]:
     return {"type": "text", "text": words}
 
 
-def test_what_anthropics_client_sends_back(dialect: AnthropicMessages) -> None:
-    """A request of anthropic 2.11, recorded; the ids of calls shortened."""
-    call_id = "9396867934684134b0cefb83eea3d71a"
-    body = f"""{{"max_tokens": 300, "messages": [{{"role": "user", "content": "add"}}, {{"role": "assistant",
-    "content": [{{"signature": "msg_{call_id}", "thinking": "I need tools", "type": "thinking"}},
-    {{"citations": null, "text": "Let me add.", "type": "text"}},
-    {{"id": "call_1", "input": {{"a": 1, "b": "é"}}, "name": "add", "type": "tool_use"}},
-    {{"id": "call_2", "input": {{"a": 2.0, "b": "é"}}, "name": "add", "type": "tool_use"}}]}},
-    {{"role": "user", "content": [{{"type": "tool_result", "tool_use_id": "call_1",
-    "content": [{{"type": "text", "text": "0"}}], "is_error": false}}, {{"type": "tool_result",
-    "tool_use_id": "call_2"}}, {{"type": "text", "text": "go "}}, {{"type": "text", "text": "on"}}]}}],
-    "model": "policy",
-    "system": [{{"type": "text", "text": "sys", "cache_control": {{"type": "ephemeral"}}}}],
-    "thinking": {{"type": "enabled", "budget_tokens": 1024}}, "tools": [{{"name": "add", "description":
-    "Adds.", "input_schema": {{"type": "object"}}}}], "stream": true}}"""
-    call = dialect.parse(body.encode())
-    function = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
-    assert call.tools == [{"type": "function", "function": function}]
-    arguments = ['{"a": 1, "b": "é"}', '{"a": 2.0, "b": "é"}']
-    assert call.messages == [
-        {"role": "system", "content": "sys"},
-        {"role": "user", "content": "add"},
-        {
-            "role": "assistant",
-            "content": "Let me add.",
-            "reasoning_content": "I need tools",
-            "id": call_id,
-            "tool_calls": [
-                {"id": f"call_{n + 1}", "type": "function", "function": {"name": "add", "arguments": given}}
-                for n, given in enumerate(arguments)
-            ],
-        },
-        {"role": "tool", "content": "0", "tool_call_id": "call_1"},
-        {"role": "tool", "content": "", "tool_call_id": "call_2"},
-        {"role": "user", "content": "go on"},
-    ]
-    assert (call.stream, call.max_tokens) == (True, 300)
-
-
 async def test_a_stream_tells_the_message_block_by_block(bench: Bench) -> None:
     bench.answer = f"<think>\nhm\n</think>\n\nso {CALLS}"
-    events = events_of((await post(bench, tools=[TOOL], thinking=THINKING, stream=True)).text)
+    events = events_of(await post(bench, tools=[TOOL], thinking=THINKING, stream=True, return_token_ids=True))
     kinds = [
         event["delta"]["type"] if "index" in event and "delta" in event else event["type"] for event in events
     ]
@@ -272,11 +188,13 @@ async def test_a_stream_tells_the_message_block_by_block(bench: Bench) -> None:
         *(start, "input_json_delta", stop) * 2,
         *("message_delta", "message_stop"),
     ]
-    opening = events[0]["message"]
+    opening, end = events[0]["message"], events[-2]
     (call,) = bench.calls
     assert (opening["id"], opening["content"], opening["stop_reason"]) == (f"msg_{call.call_id}", [], None)
     assert opening["usage"]["input_tokens"] == len(call.new_prompt_ids)
-    assert events[-2]["usage"]["output_tokens"] == len(call.sampled_ids)
+    assert opening["prompt_token_ids"] == call.new_prompt_ids.tolist()
+    assert end["usage"]["output_tokens"] == len(call.sampled_ids)
+    assert end["token_ids"] == call.sampled_ids.tolist()
     tools = [
         e["content_block"] for e in events if e["type"] == start and e["content_block"]["type"] == "tool_use"
     ]
@@ -285,16 +203,10 @@ async def test_a_stream_tells_the_message_block_by_block(bench: Bench) -> None:
 
 
 async def test_ids_on_request(bench: Bench) -> None:
-    whole = await ask(bench, return_token_ids=True)
-    events = events_of((await post(bench, return_token_ids=True, stream=True)).text)
-    first, second = bench.calls
-    assert (whole["prompt_token_ids"], whole["token_ids"]) == (
-        first.new_prompt_ids.tolist(),
-        first.sampled_ids.tolist(),
-    )
-    assert events[0]["message"]["prompt_token_ids"] == second.new_prompt_ids.tolist()
-    assert events[-2]["token_ids"] == second.sampled_ids.tolist()
-    assert not {"token_ids", "prompt_token_ids"} & (await ask(bench)).keys()
+    reply = await ask(bench, return_token_ids=True)
+    (call,) = bench.calls
+    assert reply["prompt_token_ids"] == call.new_prompt_ids.tolist()
+    assert reply["token_ids"] == call.sampled_ids.tolist()
 
 
 async def test_an_empty_answer_has_no_content(bench: Bench) -> None:
@@ -302,18 +214,8 @@ async def test_an_empty_answer_has_no_content(bench: Bench) -> None:
     for stream in (False, True):
         reply = await ask(bench, stream=stream)
         assert (reply["content"], reply["stop_reason"]) == ([], "end_turn")
-    more = [*HI, {"role": "assistant", "content": []}, {"role": "user", "content": "well?"}]
-    await ask(bench, more)
+    await ask(bench, [*HI, {"role": "assistant", "content": []}, {"role": "user", "content": "well?"}])
     assert bench.calls[2].parent_id in {call.call_id for call in bench.calls[:2]}
-
-
-async def test_parameters_reach_the_sampler(bench: Bench) -> None:
-    await ask(bench, temperature=0.7, top_p=0.9, top_k=5, max_tokens=7, stop_sequences=["x"])
-    await ask(bench, tool_choice={"type": "none"}, tools=[TOOL])
-    request, default = bench.sampler.requests
-    assert (request.temperature, request.top_p, request.top_k, request.max_tokens) == (0.7, 0.9, 5, 7)
-    assert request.stop == ["x"]
-    assert (default.temperature, default.top_p, default.top_k) == (0.5, 1.0, -1)
 
 
 async def test_arguments_of_any_size_come_back_the_same(bench: Bench) -> None:
@@ -335,123 +237,8 @@ async def test_the_prompt_is_counted_without_a_call(bench: Bench) -> None:
     second = await ask(bench, more, tools=[TOOL])
     assert count.json() == {"input_tokens": second["usage"]["input_tokens"]}
     bench.check_one_sequence(turns=2)
-    refused = await bench.client.post("/v1/messages/count_tokens", json=body | {"max_tokens": 3})
-    assert refused.json()["error"]["details"]["param"] == "max_tokens"
     long = body | {"messages": [{"role": "user", "content": "x" * 5000}]}
     assert (await bench.client.post("/v1/messages/count_tokens", json=long)).json()["input_tokens"] > 5000
-
-
-def image(kind: str = "image") -> dict[str, Any]:
-    return {"type": kind, "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-
-
-def said(*blocks: dict[str, Any], role: str = "user") -> list[dict[str, Any]]:
-    return [{"role": role, "content": list(blocks)}, *([] if role == "user" else HI)]
-
-
-@pytest.mark.parametrize(
-    ("param", "fields"),
-    [
-        ("container", {"container": "c"}),
-        ("context_management", {"context_management": {"edits": []}}),
-        ("inference_geo", {"inference_geo": "eu"}),
-        ("mcp_servers", {"mcp_servers": [{"type": "url"}]}),
-        ("output_config.effort", {"output_config": {"effort": "low"}}),
-        ("service_tier", {"service_tier": "priority"}),
-        ("speed", {"speed": "fast"}),
-        ("seed", {"seed": 1}),
-        ("stop_sequences", {"stop_sequences": [""]}),
-        ("max_tokens", {"max_tokens": 0}),
-        ("max_tokens", {"max_tokens": None}),
-        ("messages", {"messages": []}),
-        ("thinking.budget_tokens", {"thinking": {"type": "enabled"}}),
-        ("thinking.display", {"thinking": {"type": "adaptive", "display": "omitted"}}),
-        ("thinking.type", {"thinking": {"type": "between_tools"}}),
-        ("tool_choice", {"tool_choice": {"type": "any"}}),
-        ("tool_choice", {"tool_choice": {"type": "tool", "name": "sub"}, "tools": [TOOL]}),
-        ("tool_choice.name", {"tool_choice": {"type": "tool"}, "tools": [TOOL]}),
-        ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),
-        ("tools[0].input_examples", {"tools": [TOOL | {"input_examples": [{}]}]}),
-        ("tools[0].defer_loading", {"tools": [TOOL | {"defer_loading": True}]}),
-        ("tools[0].input_schema", {"tools": [{"name": "add"}]}),
-        ("messages[0].content[0]", {"messages": said(image())}),
-        ("messages[0].content[1]", {"messages": said(text("see"), image("document"))}),
-        (
-            "messages[0].content[0]",
-            {"messages": said({"type": "redacted_thinking", "data": "x"}, role="assistant")},
-        ),
-        (
-            "messages[0].content[0]",
-            {"messages": said({"type": "server_tool_use", "id": "s"}, role="assistant")},
-        ),
-        (
-            "messages[0].content[0].content[0]",
-            {"messages": said({"type": "tool_result", "tool_use_id": "t", "content": [image()]})},
-        ),
-        ("messages[0].content[0].citations", {"messages": said(text("x") | {"citations": [{}]})}),
-        ("messages[0].content[0].mood", {"messages": said(text("x") | {"mood": "good"})}),
-        ("messages[0].content[0].type", {"messages": said({"text": "x"})}),
-        ("messages[0].content[0].tool_use_id", {"messages": said({"type": "tool_result", "content": "x"})}),
-        ("messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
-        ("messages[1].role", {"messages": [*HI, {"role": "assistant", "content": "I"}]}),
-        ("system[0]", {"system": [image()]}),
-    ],
-)
-def test_what_is_not_honoured_is_refused_by_name(
-    dialect: AnthropicMessages, param: str, fields: dict[str, Any]
-) -> None:
-    with pytest.raises(GatewayError) as refused:
-        parsed(dialect, **fields)
-    assert (refused.value.status, refused.value.param) == (400, param)
-
-
-def test_fields_that_change_nothing_are_accepted(dialect: AnthropicMessages) -> None:
-    with_them = parsed(
-        dialect,
-        cache_control={"type": "ephemeral"},
-        metadata={"user_id": "u"},
-        service_tier="auto",
-        speed="standard",
-        stop_sequences=None,
-        stream=None,
-        system=[text("a") | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}],
-        tool_choice={"type": "auto", "disable_parallel_tool_use": False},
-        tools=[TOOL | {"type": "custom", "strict": True, "cache_control": None, "defer_loading": False}],
-        top_k=0,
-    )
-    assert with_them == parsed(dialect, system="a", tools=[TOOL])
-
-
-def test_demands_on_the_answer(dialect: AnthropicMessages) -> None:
-    tools = [TOOL, TOOL | {"name": "sub"}]
-    assert parsed(dialect, tools=tools).required_tools == []
-    assert parsed(dialect, tools=tools, tool_choice={"type": "any"}).required_tools == ["add", "sub"]
-    one = {"type": "tool", "name": "sub", "disable_parallel_tool_use": True}
-    call = parsed(dialect, tools=tools, tool_choice=one)
-    assert (call.required_tools, call.parallel_tool_calls) == (["sub"], False)
-    schema = {"type": "object", "required": ["a"]}
-    wanted = {"format": {"type": "json_schema", "schema": schema}}
-    assert parsed(dialect, output_config=wanted).json_schema == schema
-
-
-@pytest.mark.parametrize(
-    ("param", "fields"),
-    [
-        ("tool_choice", {"tool_choice": {"type": "any"}}),
-        (
-            "tool_choice.disable_parallel_tool_use",
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        ),
-        ("output_config.format", {"output_config": {"format": {"type": "json_schema", "schema": {}}}}),
-    ],
-)
-async def test_a_demand_that_the_engine_cannot_meet_is_refused_by_its_name_here(
-    bench: Bench, param: str, fields: dict[str, Any]
-) -> None:
-    bench.use(LimitedSampler())
-    bench.client.headers = httpx.Headers({"x-api-key": "key"})
-    response = await post(bench, tools=[TOOL], **fields)
-    assert (response.status_code, response.json()["error"]["details"]["param"]) == (400, param)
 
 
 async def test_errors_are_anthropics(bench: Bench) -> None:
@@ -485,13 +272,9 @@ async def test_both_ways_to_send_a_key(bench: Bench) -> None:
         assert (response.status_code, response.json()["error"]["type"]) == (401, "authentication_error")
 
 
+@pytest.mark.usefixtures("lose_claim")
 async def test_an_error_midway_is_an_event(bench: Bench) -> None:
-    def lose(prompt: list[int]) -> str:
-        bench.claims.lose(CLAIM, "the lease ran out")
-        return "late"
-
-    bench.answer = lose
-    *_, error = events_of((await post(bench, stream=True)).text)
+    *_, error = events_of(await post(bench, stream=True))
     assert (error["type"], error["error"]["message"]) == ("error", "the lease ran out")
     assert bench.calls == []
 
