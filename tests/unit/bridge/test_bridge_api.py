@@ -13,7 +13,7 @@ import pytest
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageAssistant, ChatMessageUser, ContentAudio, ModelOutput, get_model
-from inspect_ai.scorer import Score, Scorer, Target, accuracy, choice, exact, match, scorer
+from inspect_ai.scorer import Score, Target, choice, exact, match
 from inspect_ai.solver import (
     Generate,
     Solver,
@@ -22,13 +22,13 @@ from inspect_ai.solver import (
     multiple_choice,
     prompt_template,
     self_critique,
-    solver,
     system_message,
 )
 from tinker_cookbook.renderers import Renderer
 
 import inspect_tinker_bridge
-from bridge_parts import BYTES, bytes_renderer, rollout
+from bridge_groups import scoring, solving
+from bridge_parts import BYTES, rollout
 from inspect_tinker_bridge import (
     EnvironmentConfigError,
     InspectRLDataset,
@@ -53,11 +53,6 @@ def sums(top: int = 6):
     return Task(dataset=[Sample(input=f"{n}+1?", target=str(n + 1), id=n) for n in range(top)],
                 scorer=match())
 """
-
-
-@pytest.fixture(scope="module")
-def renderer(byte_model: Path) -> Renderer:
-    return bytes_renderer(byte_model)
 
 
 @pytest.fixture
@@ -121,14 +116,11 @@ async def test_the_prompt_is_the_one_of_the_first_model_call() -> None:
 
 
 async def test_a_prompt_that_needs_the_reply_of_a_roles_model_is_an_error_and_calls_no_model() -> None:
-    @solver
-    def simulated_user() -> Solver:
-        async def solve(state: TaskState, generate: Generate) -> TaskState:
-            asked = await get_model(role="user").generate("Ask something.")
-            state.user_prompt.text = asked.completion
-            return await generate(state)
-
-        return solve
+    @solving
+    async def simulated_user(state: TaskState, generate: Generate) -> TaskState:
+        asked = await get_model(role="user").generate("Ask something.")
+        state.user_prompt.text = asked.completion
+        return await generate(state)
 
     called: list[str] = []
 
@@ -140,9 +132,8 @@ async def test_a_prompt_that_needs_the_reply_of_a_roles_model_is_an_error_and_ca
     task = Task(
         dataset=[Sample(input="x", id=1)], solver=simulated_user(), scorer=match(), model_roles={"user": user}
     )
-    for _ in range(2):
-        with pytest.raises(TaskFailedError, match="asks the model of the role 'user'"):
-            await get_ground_truth_messages(task, task.dataset[0])
+    with pytest.raises(TaskFailedError, match="asks the model of the role 'user'"):
+        await get_ground_truth_messages(task, task.dataset[0])
     with pytest.raises(TaskFailedError, match="asks the model of the role 'user'"):
         inspect_dataset_to_hf(task)
     assert called == []
@@ -206,29 +197,18 @@ async def test_a_finished_conversation_is_scored_without_an_episode() -> None:
     sample = Sample(input="?", target="4", id=1)
     talk = [USER, {"role": "assistant", "content": "4"}]
     assert await compute_reward(talk, sample, [match(), exact()]) == (1.0, {"match": 1.0, "exact": 1.0})
-    talk[-1] = {"role": "assistant", "content": "it is 4"}
-    assert await compute_reward(talk, sample, [match(), exact()], weights=[3, 1]) == (
-        0.75,
-        {"match": 1.0, "exact": 0.0},
-    )
     assert await compute_reward(talk, sample, [match(), match()]) == (1.0, {"match": 1.0, "match1": 1.0})
+    chosen = Sample(input="?", target="B", choices=["red", "blue"])
+    for letter, reward in (("B", 1.0), ("A", 0.0)):
+        answer = [USER, {"role": "assistant", "content": f"ANSWER: {letter}"}]
+        assert (await compute_reward(answer, chosen, [choice()]))[0] == reward
     row = inspect_dataset_to_hf(asking(samples=[sample]))[0]
     assert await compute_reward([*from_dicts(talk)], row, [match()]) == (1.0, {"match": 1.0})
 
 
-async def test_choices_are_read_from_the_answer() -> None:
-    sample = Sample(input="?", target="B", choices=["red", "blue"])
-    for letter, reward in (("B", 1.0), ("A", 0.0)):
-        talk = [USER, {"role": "assistant", "content": f"ANSWER: {letter}"}]
-        assert (await compute_reward(talk, sample, [choice()]))[0] == reward
-
-
-@scorer(metrics=[accuracy()])
-def crashing() -> Scorer:
-    async def score(state: TaskState, target: Target) -> Score:
-        raise KeyError("gone")
-
-    return score
+@scoring
+async def crashing(state: TaskState, target: Target) -> Score:
+    raise KeyError("gone")
 
 
 async def test_a_reward_that_cannot_be_had_raises() -> None:
@@ -239,8 +219,6 @@ async def test_a_reward_that_cannot_be_had_raises() -> None:
         await compute_reward(talk, sample, [crashing()])
     with pytest.raises(EnvironmentConfigError, match="no scorers"):
         await compute_reward(talk, sample, [])
-    with pytest.raises(EnvironmentConfigError, match="2 weights for 1"):
-        await compute_reward(talk, sample, [match()], weights=[1, 2])
 
 
 def ids(dataset: InspectRLDataset) -> list[int]:
@@ -274,15 +252,13 @@ def test_task_arguments_go_as_keywords_or_as_a_mapping(sums: str, renderer: Rend
     assert len(load_environment(sums, renderer, task_args={"top": 3}).samples) == 3
 
 
+def built(task: str) -> dict[str, Any]:
+    return {"task": task, "model_name_for_tokenizer": BYTES, "renderer_name": "qwen3_instruct"}
+
+
 async def test_the_builder_makes_train_and_test_for_tinker_cookbook(sums: str, renderer: Renderer) -> None:
     builder = InspectRLDatasetBuilder(
-        task=sums,
-        model_name_for_tokenizer=BYTES,
-        renderer_name="qwen3_instruct",
-        batch_size=2,
-        num_envs_per_group=3,
-        test_samples=2,
-        seed=1,
+        **built(sums), batch_size=2, num_envs_per_group=3, test_samples=2, seed=1
     )
     train, test = await pickle.loads(pickle.dumps(builder))()
     assert isinstance(train, InspectRLDataset)
@@ -296,12 +272,7 @@ async def test_the_builder_makes_train_and_test_for_tinker_cookbook(sums: str, r
 
 @pytest.mark.usefixtures("renderer")  # It registers the tokenizer.
 async def test_the_test_set_may_be_the_task_with_other_arguments(sums: str) -> None:
-    given = {
-        "task": sums,
-        "model_name_for_tokenizer": BYTES,
-        "renderer_name": "qwen3_instruct",
-        "shuffle": False,
-    }
+    given = built(sums) | {"shuffle": False}
     train, test = await InspectRLDatasetBuilder(**given, test_task_args={"top": 2})()
     assert (len(train), len(test or ())) == (6, 2)
     assert (await InspectRLDatasetBuilder(**given)())[1] is None

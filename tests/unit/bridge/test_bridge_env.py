@@ -13,7 +13,7 @@ import tinker
 from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.scorer import Score, Scorer, Target, accuracy, includes, match, scorer
+from inspect_ai.scorer import Score, Target, includes, match
 from inspect_ai.solver import (
     Generate,
     Solver,
@@ -25,14 +25,15 @@ from inspect_ai.solver import (
     use_tools,
     user_message,
 )
-from tinker_cookbook.renderers import Renderer, get_renderer
+from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.rollout_limits import RolloutLimits
 from tinker_cookbook.rl.rollout_runner import run_rollout
 from tinker_cookbook.rl.rollout_strategy import RetryOnFailure
 from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Trajectory
 
-from bridge_parts import END, Says, add, bytes_renderer, call, decode, encode
+from bridge_groups import environments, group_of, scoring, solving
+from bridge_parts import END, Says, add, call, decode, encode
 from inspect_tinker_bridge import (
     EnvironmentConfigError,
     TaskFailedError,
@@ -41,12 +42,6 @@ from inspect_tinker_bridge import (
     load_inspect_task,
 )
 from inspect_tinker_bridge.env import EnvOptions, InspectEnv
-
-
-@pytest.fixture(scope="module")
-def renderer(byte_model: Path) -> Renderer:
-    return bytes_renderer(byte_model)
-
 
 SAMPLES = [Sample(input=f"Say {n}.", target=str(n), id=f"say-{n}") for n in range(1, 6)]
 
@@ -65,9 +60,8 @@ async def test_a_group_of_single_turn_episodes_is_prompted_and_scored(renderer: 
     policy = Says(renderer, "1" + END, "2" + END, "1" + END)
     group = await do_group_rollout(builder, policy)
     assert sorted(group.get_total_rewards()) == [0.0, 1.0, 1.0]
-    assert decode(renderer, policy.prompts[0]) == (
-        "<|im_start|>user\nSay 1.<|im_end|>\n<|im_start|>assistant\n"
-    )
+    prompt = "<|im_start|>user\nSay 1.<|im_end|>\n<|im_start|>assistant\n"
+    assert decode(renderer, policy.prompts[0]) == prompt
     assert policy.stops[0] == encode(renderer, END)
     trajectory = group.trajectories_G[0]
     assert trajectory.stop_reason == "completed"
@@ -78,7 +72,6 @@ async def test_a_group_of_single_turn_episodes_is_prompted_and_scored(renderer: 
 async def test_each_observation_extends_the_previous_one_and_its_action_token_by_token(
     renderer: Renderer,
 ) -> None:
-    dataset = load_environment(agent, renderer, env_type="task")
     # Spacing that no renderer writes, text beside the call, and an unparsable call: kept as sampled.
     texts = [
         "  let me see \n" + call("add", '{"a":1,   "b":0}') + END,
@@ -86,17 +79,15 @@ async def test_each_observation_extends_the_previous_one_and_its_action_token_by
         call("submit", '{"answer": "1"}') + END,
     ]
     policy = Says(renderer, *texts)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(agent, renderer, policy, env_type="task")
     assert group.get_total_rewards() == [1.0]
     assert len(policy.prompts) == 3
     for turn in (1, 2):
         extended = policy.prompts[turn - 1] + policy.actions[turn - 1]
         assert policy.prompts[turn][: len(extended)] == extended
         assert group.trajectories_G[0].transitions[turn - 1].metrics["fork"] == 0.0
-    tail = decode(renderer, policy.prompts[1][len(policy.prompts[0]) + len(policy.actions[0]) :])
-    assert tail == (
-        "\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
+    tail = "\n<|im_start|>user\n<tool_response>\n1\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert decode(renderer, policy.prompts[1][len(policy.prompts[0]) + len(policy.actions[0]) :]) == tail
 
 
 async def test_a_truncated_action_is_closed_before_the_conversation_goes_on(renderer: Renderer) -> None:
@@ -114,60 +105,46 @@ async def test_a_truncated_action_is_closed_before_the_conversation_goes_on(rend
     assert not result.episode_done
 
 
-@solver
-def rewriting() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        state = await generate(state)
-        state.messages[-1].content = "something else"
-        state.messages.append(state.messages[0].model_copy(update={"id": "again"}))
-        return await generate(state)
-
-    return solve
+@solving
+async def rewriting(state: TaskState, generate: Generate) -> TaskState:
+    state = await generate(state)
+    state.messages[-1].content = "something else"
+    state.messages.append(state.messages[0].model_copy(update={"id": "again"}))
+    return await generate(state)
 
 
 async def test_a_modified_history_is_rendered_whole_and_labelled(renderer: Renderer) -> None:
     task = Task(dataset=list(SAMPLES), solver=rewriting(), scorer=match())
-    dataset = load_environment(task, renderer, env_type="task")
     policy = Says(renderer, "1" + END)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(task, renderer, policy, env_type="task")
     assert group.trajectories_G[0].transitions[0].metrics["fork"] == 1.0
     assert "something else" in decode(renderer, policy.prompts[1])
 
 
 async def test_max_turns_ends_the_solver_and_scores(renderer: Renderer) -> None:
-    dataset = load_environment(agent, renderer, env_type="task", max_turns=2)
     policy = Says(renderer, call("add", '{"a": 1, "b": 1}') + END)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(agent, renderer, policy, env_type="task", max_turns=2)
     assert len(policy.prompts) == 2
     assert group.trajectories_G[0].stop_reason == "max_turns"
     assert group.get_total_rewards() == [0.0]
 
 
 async def test_an_episode_that_the_trainer_stops_is_scored_with_its_group(renderer: Renderer) -> None:
-    dataset = load_environment(agent, renderer, env_type="task")
-    builder = dataset.get_batch(0)[0]
-    envs = await builder.make_envs()
-    try:
+    async with environments(agent, renderer, env_type="task") as (builder, envs):
         policy = Says(renderer, call("add", '{"a": 1, "b": 1}') + END)
         stopped = await run_rollout(policy, envs[0], limits=RolloutLimits(max_turns=1))
         ((reward, metrics),) = await builder.compute_group_rewards([stopped], envs)
-    finally:
         await builder.cleanup()
-        await builder.cleanup()
-    assert reward == 0.0
-    assert metrics["score/match"] == 0.0
+    assert reward == metrics["score/match"] == 0.0
 
 
-@solver
-def stubborn() -> Solver:
+@solving
+async def stubborn(state: TaskState, generate: Generate) -> TaskState:
     """Takes no refusal for an answer."""
 
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        while True:
-            with suppress(Exception):
-                state = await generate(state)
-
-    return solve
+    while True:
+        with suppress(Exception):
+            state = await generate(state)
 
 
 @pytest.mark.parametrize(
@@ -182,11 +159,9 @@ def stubborn() -> Solver:
     ids=["self_critique", "two generates", "react", "basic_agent", "stubborn"],
 )
 async def test_a_single_turn_ends_with_the_reward_of_its_one_action(renderer: Renderer, own: Any) -> None:
-    dataset = load_environment(
-        Task(dataset=list(SAMPLES), solver=own, scorer=match()), renderer, num_envs_per_group=2
-    )
+    task = Task(dataset=list(SAMPLES), solver=own, scorer=match())
     policy = Says(renderer, "1" + END, "2" + END)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(task, renderer, policy, num_envs_per_group=2)
     assert sorted(group.get_total_rewards()) == [0.0, 1.0]
     assert len(policy.prompts) == 2
     for trajectory in group.trajectories_G:
@@ -206,69 +181,51 @@ def asleep(answers: int) -> Solver:
     return solve
 
 
+SHORT = RolloutLimits(rollout_timeout_seconds=0.3)
+
+
 @pytest.mark.parametrize(("answers", "reward"), [(0, 0.0), (1, 1.0)])
 async def test_a_rollout_that_runs_out_of_time_is_scored_where_it_stands(
     renderer: Renderer, answers: int, reward: float
 ) -> None:
     task = Task(dataset=list(SAMPLES), solver=asleep(answers), scorer=match())
-    dataset = load_environment(task, renderer, env_type="task")
-    builder = dataset.get_batch(0)[0]
-    envs = await builder.make_envs()
-    try:
-        limits = RolloutLimits(rollout_timeout_seconds=0.3)
-        stopped = await run_rollout(Says(renderer, "1" + END), envs[0], limits=limits)
+    async with environments(task, renderer, env_type="task") as (builder, envs):
+        stopped = await run_rollout(Says(renderer, "1" + END), envs[0], limits=SHORT)
         async with asyncio.timeout(20):
             ((given, metrics),) = await builder.compute_group_rewards([stopped], envs)
-    finally:
-        await builder.cleanup()
     assert stopped.stop_reason == "rollout_timeout"
     assert given == metrics["score/match"] == reward
     assert not [name for name in metrics if name.startswith("stop/")]
 
 
-@scorer(metrics=[accuracy()])
-def broken() -> Scorer:
-    async def score(state: TaskState, target: Target) -> Score:
-        raise ValueError("the scorer broke")
-
-    return score
+@scoring
+async def broken(state: TaskState, target: Target) -> Score:
+    raise ValueError("the scorer broke")
 
 
 async def test_a_scorer_that_raises_after_the_trainer_stopped_the_episode_is_a_failure_all_the_same(
     renderer: Renderer,
 ) -> None:
     task = Task(dataset=list(SAMPLES), solver=asleep(1), scorer=[match(), broken()])
-    builder = load_environment(task, renderer, env_type="task").get_batch(0)[0]
-    envs = await builder.make_envs()
-    try:
-        limits = RolloutLimits(rollout_timeout_seconds=0.3)
-        stopped = await run_rollout(Says(renderer, "1" + END), envs[0], limits=limits)
+    async with environments(task, renderer, env_type="task") as (builder, envs):
+        stopped = await run_rollout(Says(renderer, "1" + END), envs[0], limits=SHORT)
         with pytest.raises(TaskFailedError, match="the scorer broke"):
             await builder.compute_group_rewards([stopped], envs)
-    finally:
-        await builder.cleanup()
 
 
 async def test_an_episode_that_never_started_has_no_reward(renderer: Renderer) -> None:
-    builder = load_environment(say, renderer).get_batch(0)[0]
-    envs = await builder.make_envs()
-    try:
+    async with environments(say, renderer) as (builder, envs):
         with pytest.raises(TaskFailedError, match="stopped before it started"):
             await builder.compute_group_rewards([Trajectory([], tinker.ModelInput.empty())], envs)
-    finally:
-        await builder.cleanup()
 
 
 async def test_a_tool_call_ends_a_single_turn_and_is_scored(renderer: Renderer) -> None:
     task = Task(dataset=list(SAMPLES), solver=[use_tools(add()), generate()], scorer=match())
-    group = await do_group_rollout(
-        load_environment(task, renderer, num_envs_per_group=2).get_batch(0)[0],
-        Says(renderer, call("no_such_tool", "{}") + END, "1" + END),
-    )
+    policy = Says(renderer, call("no_such_tool", "{}") + END, "1" + END)
+    group = await group_of(task, renderer, policy, num_envs_per_group=2)
     assert sorted(group.get_total_rewards()) == [0.0, 1.0]
-    stopped = group.trajectories_G[group.get_total_rewards().index(0.0)].transitions
-    assert len(stopped) == 1
-    assert stopped[-1].metrics["turns"] == 1.0
+    (stopped,) = group.trajectories_G[group.get_total_rewards().index(0.0)].transitions
+    assert stopped.metrics["turns"] == 1.0
 
 
 @pytest.mark.parametrize("said", [call("no_such_tool", "{}"), "<tool_call>\n1"])
@@ -278,9 +235,7 @@ async def test_where_no_tool_is_offered_what_looks_like_a_call_is_text(
 ) -> None:
     """As the gateway has it: the solver is not asked again, and nothing of the text is lost."""
     task = Task(dataset=[Sample(input="Say it.", target=said)], solver=generate(), scorer=includes())
-    group = await do_group_rollout(
-        load_environment(task, renderer, env_type="task").get_batch(0)[0], Says(renderer, said + stop)
-    )
+    group = await group_of(task, renderer, Says(renderer, said + stop), env_type="task")
     assert group.get_total_rewards() == [1.0]
     assert [len(trajectory.transitions) for trajectory in group.trajectories_G] == [1]
 
@@ -288,15 +243,12 @@ async def test_where_no_tool_is_offered_what_looks_like_a_call_is_text(
 async def test_a_retrying_strategy_sees_the_failure(renderer: Renderer) -> None:
     failures = ["once"]
 
-    @solver
-    def failing_once() -> Solver:
-        async def solve(state: TaskState, generate: Generate) -> TaskState:
-            state = await generate(state)
-            if failures:
-                raise ValueError(failures.pop())
-            return state
-
-        return solve
+    @solving
+    async def failing_once(state: TaskState, generate: Generate) -> TaskState:
+        state = await generate(state)
+        if failures:
+            raise ValueError(failures.pop())
+        return state
 
     dataset = load_environment(Task(dataset=list(SAMPLES), solver=failing_once(), scorer=match()), renderer)
     policy = Says(renderer, "1" + END)
@@ -305,18 +257,22 @@ async def test_a_retrying_strategy_sees_the_failure(renderer: Renderer) -> None:
     assert [error.error_type for error in group.rollout_errors] == ["TaskFailedError"]
 
 
+HERE = """
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import match
+
+@task
+def here():
+    return Task(dataset=[Sample(input='x')], scorer=match())
+"""
+
+
 @pytest.mark.parametrize("spec", ["here.py@here", "here.py"])
 def test_a_relative_path_is_the_same_file_for_a_process_in_another_folder(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str
 ) -> None:
-    (tmp_path / "here.py").write_text(
-        "from inspect_ai import Task, task\n"
-        "from inspect_ai.dataset import Sample\n"
-        "from inspect_ai.scorer import match\n"
-        "@task\ndef here():\n"
-        "    return Task(dataset=[Sample(input='x')], scorer=match())\n",
-        encoding="utf-8",
-    )
+    (tmp_path / "here.py").write_text(HERE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     sent = pickle.dumps(load_environment(spec, renderer).get_batch(0)[0])
     monkeypatch.chdir("/")
@@ -329,16 +285,10 @@ def test_a_relative_path_is_the_same_file_for_a_process_in_another_folder(
         ({"env_type": "dialogue"}, "single_turn, multi_turn, task"),
         *(
             ({name: value}, f"{name} is {value!r}; it must be an integer of at least 1")
-            for name in (
-                "max_turns",
-                "batch_size",
-                "max_samples",
-                "num_envs_per_group",
-                "num_epochs",
-                "tool_timeout",
-            )
+            for name in ("max_turns", "batch_size", "max_samples", "num_envs_per_group", "num_epochs")
             for value in (0, 2.5, "2", True)
         ),
+        ({"tool_timeout": 0}, "tool_timeout is 0; it must be an integer of at least 1"),
         ({"scorer_weights": {"exact": 1}}, r"names \['exact'\], but the scorers are \['match'\]"),
         ({"scorer_weights": {"match": -1}}, "at least 0"),
         ({"submit_instruction": 3}, "submit_instruction is 3, not a text"),
@@ -352,12 +302,3 @@ def test_options_that_cannot_be_used_are_refused(
 ) -> None:
     with pytest.raises(EnvironmentConfigError, match=message):
         load_environment(**({"task": say, "renderer": renderer} | options))
-
-
-async def test_tools_on_a_renderer_without_tools_are_text(renderer: Renderer) -> None:
-    plain = get_renderer("role_colon", renderer.tokenizer)
-    dataset = load_environment(agent, plain, env_type="task")
-    says = Says(plain, call("submit", '{"answer": "1"}') + "\n\nUser:")
-    group = await do_group_rollout(dataset.get_batch(0)[0], says)
-    assert group.trajectories_G[0].transitions[-1].metrics["stop/completed"] == 1.0
-    assert '"name": "submit"' in decode(plain, says.prompts[0])

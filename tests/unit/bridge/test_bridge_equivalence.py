@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,11 @@ from inspect_ai.model import (
     ModelUsage,
     get_model,
 )
-from inspect_ai.scorer import choice, includes, match
+from inspect_ai.scorer import Score, choice, includes, match
 from inspect_ai.solver import (
     Generate,
     Solver,
     TaskState,
-    assistant_message,
     basic_agent,
     chain,
     chain_of_thought,
@@ -40,13 +39,13 @@ from inspect_ai.solver import (
     solver,
     system_message,
     use_tools,
-    user_message,
 )
 from inspect_ai.tool import Tool, tool
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.rollout_runner import run_rollout
 
-from bridge_parts import END, Says, add, bytes_renderer, call, encode
+from bridge_groups import solving
+from bridge_parts import END, Says, add, call, encode
 from inspect_tinker_bridge import (
     EnvOptions,
     InspectEnv,
@@ -57,11 +56,6 @@ from inspect_tinker_bridge import (
 )
 from inspect_tinker_bridge._inspect_private import ProcessState, silent_display
 from inspect_tinker_bridge.rendering import to_model_output
-
-
-@pytest.fixture(scope="module")
-def renderer(byte_model: Path) -> Renderer:
-    return bytes_renderer(byte_model)
 
 
 @tool
@@ -99,35 +93,26 @@ def helper(name: str) -> Agent:
     return react(name=name, description=f"A {name} that adds.", tools=[add()])
 
 
-@solver
-def four_at_once() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        outputs = await asyncio.gather(*(get_model().generate(f"part {n}") for n in range(4)))
-        state.output = outputs[0]
-        state.output.completion = " ".join(output.completion for output in outputs)
-        state.messages.append(state.output.message)
-        return state
-
-    return solve
+@solving
+async def four_at_once(state: TaskState, generate: Generate) -> TaskState:
+    outputs = await asyncio.gather(*(get_model().generate(f"part {n}") for n in range(4)))
+    state.output = outputs[0]
+    state.output.completion = " ".join(output.completion for output in outputs)
+    state.messages.append(state.output.message)
+    return state
 
 
-@solver
-def forking() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        calm, loud = await fork(state, [generate_once(), shouting()])
-        state.messages.extend([calm.messages[-1], loud.messages[-1]])
-        state.output.completion = f"{calm.output.completion} {loud.output.completion}"
-        return state
-
-    return solve
+@solving
+async def forking(state: TaskState, generate: Generate) -> TaskState:
+    calm, loud = await fork(state, [generate_once(), shouting()])
+    state.messages.extend([calm.messages[-1], loud.messages[-1]])
+    state.output.completion = f"{calm.output.completion} {loud.output.completion}"
+    return state
 
 
-@solver
-def generate_once() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        return await generate(state)
-
-    return solve
+@solving
+async def generate_once(state: TaskState, generate: Generate) -> TaskState:
+    return await generate(state)
 
 
 @solver
@@ -135,33 +120,24 @@ def shouting() -> Solver:
     return chain(system_message("Shout."), generate_once())
 
 
-@solver
-def failing() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
+@solving
+async def failing(state: TaskState, generate: Generate) -> TaskState:
+    state = await generate(state)
+    raise ValueError(f"cannot use {state.output.completion!r}")
+
+
+@solving
+async def silent(state: TaskState, generate: Generate) -> TaskState:
+    state.output = ModelOutput.from_content("none", "42")
+    return state
+
+
+@solving
+async def loop_until_done(state: TaskState, generate: Generate) -> TaskState:
+    while "done" not in state.output.completion:
         state = await generate(state)
-        raise ValueError(f"cannot use {state.output.completion!r}")
-
-    return solve
-
-
-@solver
-def silent() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        state.output = ModelOutput.from_content("none", "42")
-        return state
-
-    return solve
-
-
-@solver
-def loop_until_done() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        while "done" not in state.output.completion:
-            state = await generate(state)
-            state.messages.append(ChatMessageUser(content="Go on."))
-        return state
-
-    return solve
+        state.messages.append(ChatMessageUser(content="Go on."))
+    return state
 
 
 SAMPLE = Sample(input="What is six times seven?", target="42", id="q")
@@ -197,19 +173,13 @@ ADDS = call("add", '{"a": 40, "b": 2}')
 CASES = {
     "generate": Case(generate, ["42"]),
     "templates": Case(
-        lambda: [system_message("Be exact."), prompt_template("Q: {prompt}\nA:"), generate()], ["It is 42."]
+        lambda: [system_message("Be exact."), prompt_template("Q: {prompt}"), generate()], ["42."]
     ),
     "few shots in the input": Case(generate, ["  42  "], Sample(input=list(SHOTS), target="42", id="s")),
-    "few shots by solvers": Case(
-        lambda: [user_message("1+1?"), assistant_message("2"), user_message("6*7?"), generate()], ["42"]
-    ),
     "chain of thought": Case(
         lambda: [chain_of_thought(), generate()], ["Six sevens\n\nANSWER: 42"], scorers=match
     ),
     "multiple choice": Case(multiple_choice, ["I think so.\nANSWER: B"], CHOICES, choice),
-    "multiple choice, thinking": Case(
-        lambda: multiple_choice(cot=True), ["A dog is none.\n\nANSWER: C"], CHOICES, choice
-    ),
     "self critique": Case(lambda: [generate(), self_critique()], ["41", "One too few.", "42"]),
     "tools of a plain solver": Case(lambda: [use_tools(add(), lookup()), generate()], [ADDS, "42 it is"]),
     "basic agent": Case(lambda: basic_agent(tools=[add()]), [ADDS, "Let me see.", submit("42")]),
@@ -313,6 +283,10 @@ def shown(messages: Sequence[ChatMessage]) -> list[Any]:
     ]
 
 
+def judged(scores: Mapping[str, Score]) -> dict[str, Any]:
+    return {name: (score.value, score.answer, score.explanation) for name, score in scores.items()}
+
+
 @pytest.mark.parametrize("name", CASES)
 async def test_the_episode_is_the_one_of_plain_inspect_eval(
     name: str, renderer: Renderer, tmp_path: Path
@@ -332,9 +306,7 @@ async def test_the_episode_is_the_one_of_plain_inspect_eval(
     assert outcome is not None
     assert outcome.limit == (expected.limit.type if expected.limit else None)
     assert shown(outcome.messages) == shown(expected.messages)
-    assert {n: (s.value, s.answer, s.explanation) for n, s in outcome.scores.items()} == {
-        n: (s.value, s.answer, s.explanation) for n, s in (expected.scores or {}).items()
-    }
+    assert judged(outcome.scores) == judged(expected.scores or {})
     assert outcome.completion == expected.output.completion
     turns = expected.model_usage["mockllm/model"].output_tokens if expected.model_usage else 0
     assert sum(bool(transition.ac.tokens) for transition in trajectory.transitions) == turns

@@ -21,8 +21,8 @@ from tinker_cookbook.completers import StopCondition, TokensWithLogprobs
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.renderers.qwen3 import Qwen3VLInstructRenderer
 from tinker_cookbook.rl.data_processing import trajectory_to_data
-from tinker_cookbook.rl.rollouts import do_group_rollout
 
+from bridge_groups import group_of
 from bridge_parts import END, Says, call, register_bytes
 from inspect_tinker_bridge import (
     EnvironmentConfigError,
@@ -108,22 +108,16 @@ async def test_images_are_chunks_of_the_prompt_and_later_prompts_extend_it(
     vision: Renderer, sample: Sample
 ) -> None:
     task = Task(dataset=[sample], solver=react(tools=[draw()]), scorer=match())
-    dataset = load_environment(task, vision, env_type="task")
     policy = Sees(
         vision, " " + call("draw", '{"color":   "lime"}') + END, call("submit", '{"answer": "1"}') + END
     )
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(task, vision, policy, env_type="task")
     assert group.get_total_rewards() == [1.0]
     first, second = policy.inputs
     images = [chunk for chunk in second.chunks if isinstance(chunk, tinker.types.ImageChunk)]
     assert [color_of(image) for image in images] == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
-    assert [type(chunk).__name__ for chunk in first.chunks] == [
-        "EncodedTextChunk",
-        "ImageChunk",
-        "EncodedTextChunk",
-        "ImageChunk",
-        "EncodedTextChunk",
-    ]
+    kinds = [type(chunk).__name__ for chunk in first.chunks]
+    assert kinds == ["EncodedTextChunk", "ImageChunk", "EncodedTextChunk", "ImageChunk", "EncodedTextChunk"]
     trajectory = group.trajectories_G[0]
     assert trajectory.transitions[0].metrics["fork"] == 0.0
     assert len(trajectory_to_data(trajectory, 1.0)) == 1
@@ -131,11 +125,9 @@ async def test_images_are_chunks_of_the_prompt_and_later_prompts_extend_it(
 
 async def test_a_renderer_by_name_gets_the_image_processor(vision: Renderer, sample: Sample) -> None:
     task = Task(dataset=[sample], solver=generate(), scorer=match())
-    dataset = load_environment(
-        task, "qwen3_vl_instruct", tokenizer=vision.tokenizer, image_processor=Patches()
-    )
     policy = Sees(vision, "1" + END)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    own = {"tokenizer": vision.tokenizer, "image_processor": Patches()}
+    group = await group_of(task, "qwen3_vl_instruct", policy, **own)
     assert group.get_total_rewards() == [1.0]
     assert sum(isinstance(chunk, tinker.types.ImageChunk) for chunk in policy.inputs[0].chunks) == 2
 
@@ -152,17 +144,16 @@ async def test_a_renderer_that_takes_no_images_is_named(
     vision: Renderer, sample: Sample, name: str, message: str
 ) -> None:
     task = Task(dataset=[sample], solver=generate(), scorer=match())
-    dataset = load_environment(task, name, tokenizer=vision.tokenizer)
     with pytest.raises(UnsupportedError, match=message):
-        await do_group_rollout(dataset.get_batch(0)[0], Says(vision, "1" + END))
+        await group_of(task, name, Says(vision, "1" + END), tokenizer=vision.tokenizer)
 
 
 async def test_an_image_that_is_none_is_an_error_that_says_so(vision: Renderer) -> None:
     broken = ContentImage(image="data:image/png;base64," + base64.b64encode(b"no image").decode())
     sample = Sample(input=[ChatMessageUser(content=[broken])], id=1)
-    dataset = load_environment(Task(dataset=[sample], solver=generate(), scorer=match()), vision)
+    task = Task(dataset=[sample], solver=generate(), scorer=match())
     with pytest.raises(UnsupportedError, match=r"cannot render the 1 images .*cannot identify image file"):
-        await do_group_rollout(dataset.get_batch(0)[0], Says(vision, "1" + END))
+        await group_of(task, vision, Says(vision, "1" + END))
 
 
 async def test_rows_and_prompts_hold_images(sample: Sample) -> None:

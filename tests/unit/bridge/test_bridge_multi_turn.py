@@ -9,24 +9,20 @@ import pytest
 from inspect_ai import Task
 from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
-from inspect_ai.scorer import Score, Scorer, Target, accuracy, choice, exact, scorer
+from inspect_ai.scorer import Score, Target, choice, exact
 from inspect_ai.solver import TaskState, generate, multiple_choice, system_message, use_tools, user_message
 from inspect_ai.util import sandbox
 from tinker_cookbook.renderers import Renderer, get_renderer
 from tinker_cookbook.rl.rollouts import do_group_rollout
 
-from bridge_parts import END, Says, add, bytes_renderer, call, decode, register_bytes, rollout
+from bridge_groups import group_of, group_that_says, scoring
+from bridge_parts import END, Says, add, call, decode, register_bytes
 from inspect_tinker_bridge import load_environment
 
 CODING = Path(__file__).parents[3] / "examples" / "coding_task.py"
 SAMPLES = [
     Sample(input="What is in the file?", target="swordfish", id="file", files={"note.txt": "swordfish"})
 ]
-
-
-@pytest.fixture(scope="module")
-def renderer(byte_model: Path) -> Renderer:
-    return bytes_renderer(byte_model)
 
 
 def reading() -> Task:
@@ -79,9 +75,8 @@ AGAIN = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 
 
 async def test_bash_and_submit_in_the_tasks_sandbox(renderer: Renderer) -> None:
-    dataset = load_environment(reading, renderer, env_type="multi_turn")
     policy = Says(renderer, call("bash", '{"command": "cat note.txt"}') + END, submit("swordfish") + END)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(reading, renderer, policy, env_type="multi_turn")
     assert group.get_total_rewards() == [1.0]
     first, second = (decode(renderer, prompt) for prompt in policy.prompts)
     assert first.count("<|im_start|>system") == 1
@@ -96,17 +91,13 @@ async def test_bash_and_submit_in_the_tasks_sandbox(renderer: Renderer) -> None:
 
 
 async def test_python_runs_and_other_calls_beside_a_submit_run_too(renderer: Renderer) -> None:
-    @scorer(metrics=[accuracy()])
-    def wrote() -> Scorer:
-        async def score(state: TaskState, target: Target) -> Score:
-            return Score(value=int((await sandbox().read_file("out")) == "9"), answer=state.output.completion)
-
-        return score
+    @scoring
+    async def wrote(state: TaskState, target: Target) -> Score:
+        return Score(value=int((await sandbox().read_file("out")) == "9"), answer=state.output.completion)
 
     task = Task(dataset=list(SAMPLES), solver=generate(), scorer=wrote(), sandbox="local")
-    dataset = load_environment(task, renderer, env_type="multi_turn")
     writes = call("python", json.dumps({"code": "open('out', 'w').write(str(3 * 3))"}))
-    group = await rollout(dataset.get_batch(0)[0], renderer, f"{writes}\n{submit('done')}")
+    group = await group_that_says(task, renderer, f"{writes}\n{submit('done')}", env_type="multi_turn")
     assert group.get_total_rewards() == [1.0]
     assert group.trajectories_G[0].transitions[-1].logs["answer/wrote"] == "done"
 
@@ -114,26 +105,21 @@ async def test_python_runs_and_other_calls_beside_a_submit_run_too(renderer: Ren
 async def test_a_turn_without_a_call_is_asked_to_go_on_and_max_turns_runs_the_last_calls(
     renderer: Renderer,
 ) -> None:
-    @scorer(metrics=[accuracy()])
-    def touched() -> Scorer:
-        async def score(state: TaskState, target: Target) -> Score:
-            return Score(value=int((await sandbox().exec(["test", "-f", "mark"])).success))
-
-        return score
+    @scoring
+    async def touched(state: TaskState, target: Target) -> Score:
+        return Score(value=int((await sandbox().exec(["test", "-f", "mark"])).success))
 
     task = Task(dataset=list(SAMPLES), solver=generate(), scorer=touched(), sandbox="local")
-    dataset = load_environment(task, renderer, env_type="multi_turn", max_turns=2)
     policy = Says(renderer, "Hm." + END, call("bash", '{"command": "touch mark"}') + END)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(task, renderer, policy, env_type="multi_turn", max_turns=2)
     assert "Hm.<|im_end|>\n<|im_start|>user\n" in decode(renderer, policy.prompts[1])
     assert group.trajectories_G[0].stop_reason == "max_turns"
     assert group.get_total_rewards() == [1.0]
 
 
 async def test_a_tool_that_takes_too_long_is_a_result_that_says_so(renderer: Renderer) -> None:
-    dataset = load_environment(reading, renderer, env_type="multi_turn", tool_timeout=1)
     policy = Says(renderer, call("bash", '{"command": "sleep 30"}') + END, submit("swordfish") + END)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(reading, renderer, policy, env_type="multi_turn", tool_timeout=1)
     assert "Error: Command timed out" in decode(renderer, policy.prompts[1])
     assert group.get_total_rewards() == [1.0]
 
@@ -143,9 +129,8 @@ async def test_the_tasks_own_tools_and_what_it_makes_of_the_answer_stay(renderer
     task = Task(
         dataset=[sample], solver=[use_tools(add()), multiple_choice()], scorer=choice(), sandbox="local"
     )
-    dataset = load_environment(task, renderer, env_type="multi_turn", submit_instruction=None)
     policy = Says(renderer, submit("ANSWER: B") + END)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(task, renderer, policy, env_type="multi_turn", submit_instruction=None)
     assert group.get_total_rewards() == [1.0]
     prompt = decode(renderer, policy.prompts[0])
     assert '"name": "add"' in prompt
@@ -155,8 +140,7 @@ async def test_the_tasks_own_tools_and_what_it_makes_of_the_answer_stay(renderer
 async def test_a_task_with_an_agent_of_its_own_keeps_it(renderer: Renderer) -> None:
     task = Task(dataset=list(SAMPLES), solver=react(tools=[add()]), scorer=exact(), sandbox="local")
     policy = Says(renderer, submit("swordfish") + END)
-    dataset = load_environment(task, renderer, env_type="multi_turn")
-    await do_group_rollout(dataset.get_batch(0)[0], policy)
+    await group_of(task, renderer, policy, env_type="multi_turn")
     assert '"name": "bash"' not in decode(renderer, policy.prompts[0])
 
 
@@ -167,9 +151,8 @@ async def test_a_solver_that_generates_again_finds_the_instruction_there(rendere
         scorer=exact(),
         sandbox="local",
     )
-    dataset = load_environment(task, renderer, env_type="multi_turn")
     policy = Says(renderer, submit("perhaps") + END, submit("swordfish") + END)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(task, renderer, policy, env_type="multi_turn")
     assert group.get_total_rewards() == [1.0]
     assert decode(renderer, policy.prompts[1]).count("You must call submit()") == 1
     assert group.trajectories_G[0].transitions[0].metrics["fork"] == 0.0

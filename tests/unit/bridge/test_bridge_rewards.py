@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +10,11 @@ from inspect_ai.dataset import Sample
 from inspect_ai.scorer import Score, Scorer, Target, exact, includes, mean, scorer
 from inspect_ai.solver import TaskState, generate
 from tinker_cookbook.renderers import Renderer
-from tinker_cookbook.rl.rollouts import do_group_rollout
 from tinker_cookbook.rl.types import Trajectory
 
-from bridge_parts import Says, bytes_renderer, rollout
-from inspect_tinker_bridge import TaskFailedError, compute_reward, load_environment
-
-
-@pytest.fixture(scope="module")
-def renderer(byte_model: Path) -> Renderer:
-    return bytes_renderer(byte_model)
+from bridge_groups import group_of, group_that_says, scoring
+from bridge_parts import Says
+from inspect_tinker_bridge import TaskFailedError, compute_reward
 
 
 @scorer(metrics={"*": [mean()]})
@@ -39,8 +33,7 @@ def asked() -> Task:
 
 
 async def last(renderer: Renderer, text: str = "it is 4", **options: Any) -> tuple[float, Trajectory]:
-    dataset = load_environment(asked, renderer, **options)
-    group = await rollout(dataset.get_batch(0)[0], renderer, text)
+    group = await group_that_says(asked, renderer, text, **options)
     return group.get_total_rewards()[0], group.trajectories_G[0]
 
 
@@ -59,12 +52,9 @@ async def test_every_scorer_counts_and_is_reported(renderer: Renderer) -> None:
     assert end.logs["answer/aspects"] == "a"
 
 
-@scorer(metrics=[mean()])
-def absent() -> Scorer:
-    async def score(state: TaskState, target: Target) -> Score | None:
-        return None
-
-    return score
+@scoring
+async def absent(state: TaskState, target: Target) -> Score | None:
+    return None
 
 
 def half_absent() -> Task:
@@ -75,13 +65,11 @@ async def test_a_scorer_that_returns_none_does_not_count_and_the_others_share_it
     renderer: Renderer,
 ) -> None:
     for weights, expected in ((None, 0.5), ({"exact": 1, "absent": 6, "includes": 3}, 0.75)):
-        dataset = load_environment(half_absent, renderer, scorer_weights=weights)
-        group = await rollout(dataset.get_batch(0)[0], renderer, "it is 4")
+        group = await group_that_says(half_absent, renderer, "it is 4", scorer_weights=weights)
         assert group.get_total_rewards() == [pytest.approx(expected)]
     weights = {"exact": 0, "absent": 1, "includes": 0}
-    dataset = load_environment(half_absent, renderer, scorer_weights=weights)
     with pytest.raises(TaskFailedError, match=r"have the weight 0: \['exact', 'includes'\]"):
-        await rollout(dataset.get_batch(0)[0], renderer, "it is 4")
+        await group_that_says(half_absent, renderer, "it is 4", scorer_weights=weights)
     talk = [{"role": "assistant", "content": "it is 4"}]
     scorers = [exact(), absent(), includes()]
     assert (await compute_reward(talk, SAMPLE, scorers, weights=[1, 6, 3]))[0] == pytest.approx(0.75)
@@ -90,6 +78,5 @@ async def test_a_scorer_that_returns_none_does_not_count_and_the_others_share_it
 
 
 async def test_an_action_without_an_end_is_not_valid_format(renderer: Renderer) -> None:
-    dataset = load_environment(asked, renderer)
-    group = await do_group_rollout(dataset.get_batch(0)[0], Says(renderer, "4"))
+    group = await group_of(asked, renderer, Says(renderer, "4"))
     assert group.trajectories_G[0].transitions[-1].metrics["format_valid"] == 0.0

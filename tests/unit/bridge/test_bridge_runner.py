@@ -13,10 +13,11 @@ import pytest
 from inspect_ai import Task
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ModelOutput, get_model
-from inspect_ai.scorer import Score, Scorer, Target, accuracy, match, model_graded_qa, scorer
-from inspect_ai.solver import Generate, Solver, TaskState, chain, generate, solver, system_message
-from inspect_ai.util import LimitExceededError, SandboxEnvironment, sandboxenv
+from inspect_ai.scorer import Score, Scorer, Target, match, model_graded_qa
+from inspect_ai.solver import Generate, Solver, TaskState, chain, generate, system_message
+from inspect_ai.util import SandboxEnvironment, sandboxenv
 
+from bridge_groups import Held, scoring, solving
 from bridge_parts import Scripted, said
 from inspect_tinker_bridge.episodes import GenerateRequest
 from inspect_tinker_bridge.errors import (
@@ -38,22 +39,6 @@ class Echo:
         return said(request.messages[-1].text.split()[-1])
 
 
-class Never:
-    """Never answers."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.cancelled = asyncio.Event()
-
-    async def generate(self, request: GenerateRequest) -> ModelOutput:
-        self.asked.set()
-        try:
-            await asyncio.Future[None]()
-        finally:
-            self.cancelled.set()
-        raise AssertionError("unreachable")
-
-
 SAMPLES = [Sample(input=f"Say {n}", target=str(n), id=n) for n in range(1, 9)]
 
 
@@ -61,20 +46,14 @@ def numbers(solver: Solver | None = None, scorer: Scorer | Sequence[Scorer] | No
     return Task(dataset=list(SAMPLES), solver=solver or generate(), scorer=scorer or match())
 
 
-@solver
-def raising() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        raise ValueError("the solver broke")
-
-    return solve
+@solving
+async def raising(state: TaskState, generate: Generate) -> TaskState:
+    raise ValueError("the solver broke")
 
 
-@scorer(metrics=[accuracy()])
-def broken() -> Scorer:
-    async def score(state: TaskState, target: Target) -> Score:
-        raise KeyError("the scorer broke")
-
-    return score
+@scoring
+async def broken(state: TaskState, target: Target) -> Score:
+    raise KeyError("the scorer broke")
 
 
 async def test_concurrent_episodes_each_get_their_own_answers_and_scores() -> None:
@@ -101,28 +80,17 @@ async def test_a_solver_or_scorer_that_raises_is_a_failure_and_the_runner_lives(
             assert "broke" in outcome.traceback
 
 
-async def test_a_scorer_that_asks_the_policy_is_refused() -> None:
-    async with TaskRunner(load_inspect_task(numbers, scorer=model_graded_qa())) as runner:
-        with pytest.raises(SelfGradingError, match="model_roles"):
-            await runner.run(SAMPLES[0], Echo())
-
-
-async def test_a_scorer_that_swallows_the_refusal_is_refused_all_the_same() -> None:
-    @scorer(metrics=[accuracy()])
-    def swallowing() -> Scorer:
-        async def score(state: TaskState, target: Target) -> Score:
-            from inspect_ai.model import get_model
-
-            try:
-                await get_model().generate("Is it good?")
-            except SelfGradingError:
-                return Score(value=1)
-            return Score(value=0)
-
-        return score
+async def test_a_scorer_that_asks_the_policy_is_refused_even_if_it_swallows_the_refusal() -> None:
+    @scoring
+    async def swallowing(state: TaskState, target: Target) -> Score:
+        try:
+            await get_model().generate("Is it good?")
+        except SelfGradingError:
+            return Score(value=1)
+        return Score(value=0)
 
     async with TaskRunner(load_inspect_task(numbers, scorer=swallowing())) as runner:
-        with pytest.raises(SelfGradingError):
+        with pytest.raises(SelfGradingError, match="model_roles"):
             await runner.run(SAMPLES[0], Echo())
 
 
@@ -135,31 +103,12 @@ async def test_what_the_policy_raises_comes_back_as_it_is() -> None:
         assert score_episode(await runner.run(SAMPLES[0], Echo())).reward == 1.0
 
 
-async def test_a_limit_raised_by_the_policy_ends_the_solver_and_lets_the_scorers_run() -> None:
-    async with TaskRunner(load_inspect_task(numbers)) as runner:
-        outcome = await runner.run(SAMPLES[0], Scripted(LimitExceededError("custom", value=1, limit=1)))
-    assert outcome.limit == "custom"
-    assert score_episode(outcome).reward == 0.0
-
-
-async def test_cancelling_a_run_ends_its_pending_call_and_leaves_the_runner_usable() -> None:
-    async with TaskRunner(load_inspect_task(numbers)) as runner:
-        policy = Never()
-        run = asyncio.create_task(runner.run(SAMPLES[0], policy))
-        await policy.asked.wait()
-        run.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await run
-        await policy.cancelled.wait()
-        assert score_episode(await runner.run(SAMPLES[0], Echo())).reward == 1.0
-
-
 async def test_closing_with_episodes_running_ends_them_and_restores_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     level, hook, handlers = logging.getLogger().level, sys.excepthook, list(logging.getLogger().handlers)
-    policy = Never()
+    policy = Held("1")
     async with TaskRunner(load_inspect_task(numbers)) as runner:
         run = asyncio.create_task(runner.run(SAMPLES[0], policy))
         await policy.asked.wait()
@@ -195,10 +144,10 @@ class _NeverThere(SandboxEnvironment):
 
 async def test_a_task_that_dies_ends_every_run_that_waits_for_it_and_starts_again_with_the_next() -> None:
     sandboxenv(name="never-there")(_NeverThere)
-    never = Never()
+    held = Held("1")
     async with TaskRunner(load_inspect_task(numbers)) as runner:
-        waiting = asyncio.create_task(runner.run(SAMPLES[0], never))
-        await never.asked.wait()
+        waiting = asyncio.create_task(runner.run(SAMPLES[0], held))
+        await held.asked.wait()
         with pytest.raises(RunnerError, match="the provider is down"):
             await runner.run(Sample(input="x", id="y", sandbox="never-there"), Echo())
         with pytest.raises(RunnerError, match="the provider is down"):
@@ -207,22 +156,10 @@ async def test_a_task_that_dies_ends_every_run_that_waits_for_it_and_starts_agai
         assert score_episode(await runner.run(SAMPLES[0], Echo())).reward == 1.0
 
 
-class Held(Echo):
-    """Answers once it may."""
-
-    def __init__(self) -> None:
-        self.asked, self.go = asyncio.Event(), asyncio.Event()
-
-    async def generate(self, request: GenerateRequest) -> ModelOutput:
-        self.asked.set()
-        await self.go.wait()
-        return await super().generate(request)
-
-
 async def test_the_end_of_one_of_two_tasks_leaves_the_other_alone() -> None:
     sandboxenv(name="never-there")(_NeverThere)
     first, second = load_inspect_task(numbers), load_inspect_task(numbers)
-    held = Held()
+    held = Held("1")
     async with TaskRunner([first, second]) as runner:
         waiting = asyncio.create_task(runner.run(SAMPLES[0], held, task=first))
         await held.asked.wait()
@@ -235,7 +172,7 @@ async def test_the_end_of_one_of_two_tasks_leaves_the_other_alone() -> None:
 
 async def test_a_task_joins_the_running_eval_with_options_of_its_own() -> None:
     first, second = load_inspect_task(numbers), load_inspect_task(numbers, scorer=model_graded_qa())
-    held = Held()
+    held = Held("1")
     async with TaskRunner(first) as runner:
         waiting = asyncio.create_task(runner.run(SAMPLES[0], held))
         await held.asked.wait()

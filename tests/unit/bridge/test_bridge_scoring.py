@@ -58,8 +58,7 @@ def test_weights_are_relative_and_those_of_absent_scorers_do_not_count() -> None
     weights = {"a": 1.0, "b": 3.0, "absent": 4.0}
     assert score_episode(outcome(a=1, b=0), weights).reward == 0.25
     assert (
-        score_episode(outcome(a=1, b=0), {name: 10 * weight for name, weight in weights.items()}).reward
-        == 0.25
+        score_episode(outcome(a=1, b=0), {name: 10 * each for name, each in weights.items()}).reward == 0.25
     )
 
 
@@ -103,10 +102,11 @@ def test_what_is_no_score_is_a_failure(ended: EpisodeOutcome, message: str) -> N
     assert error.value.sample_id == "s"
 
 
-@pytest.mark.parametrize("text", ["yes", "No", "I", "0.5", "-1"])
-def test_texts_that_inspect_reads_as_numbers(text: str) -> None:
-    expected = {"yes": 1.0, "No": 0.0, "I": 0.0, "0.5": 0.5, "-1": -1.0}
-    assert score_episode(outcome(a=text)).reward == expected[text]
+@pytest.mark.parametrize(
+    ("text", "value"), [("yes", 1.0), ("No", 0.0), ("I", 0.0), ("0.5", 0.5), ("-1", -1.0)]
+)
+def test_texts_that_inspect_reads_as_numbers(text: str, value: float) -> None:
+    assert score_episode(outcome(a=text)).reward == value
 
 
 def test_a_report_names_scores_limits_and_errors() -> None:
@@ -155,9 +155,8 @@ async def test_what_was_submitted_last_is_scored() -> None:
     talk[1] = ChatMessageAssistant(content="text", tool_calls=[submitted("4", "other")])
     assert await compute_reward(talk, SAMPLE, [exact()]) == (0.0, {"exact": 0.0})
     assert await compute_reward([], SAMPLE, [exact()]) == (0.0, {"exact": 0.0})
-    talk[1] = ChatMessageAssistant(
-        content="4", tool_calls=[ToolCall(id="1", function="submit", arguments={})]
-    )
+    unanswered = ToolCall(id="1", function="submit", arguments={})
+    talk[1] = ChatMessageAssistant(content="4", tool_calls=[unanswered])
     assert await compute_reward(talk, Sample(input="?", target="None"), [exact()]) == (0.0, {"exact": 0.0})
 
 

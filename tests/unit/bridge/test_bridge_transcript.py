@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
 import zstandard
+from inspect_ai import Task
+from inspect_ai.agent import react
+from inspect_ai.dataset import Sample
 from inspect_ai.event import InfoEvent
 from inspect_ai.log import EvalSample, resolve_sample_events_data
-from inspect_ai.model import ModelOutput, ModelUsage
-from inspect_ai.scorer import Score
+from inspect_ai.scorer import Score, Target, match
+from inspect_ai.solver import TaskState, generate
+from inspect_ai.tool import Tool, ToolCall, tool
+from inspect_ai.util import store
 
+from bridge_groups import scoring
+from bridge_parts import Scripted, said
 from inspect_tinker_bridge import TaskFailedError, TaskRunner, load_inspect_task, score_episode
-from inspect_tinker_bridge.episodes import GenerateRequest
 from inspect_tinker_bridge.records import MAX_JSON_BYTES, pack_transcript
 from tinkerscript.page.transcript_view import TRANSCRIPT_BYTES
 
-TASKS = '''
-from inspect_ai import Task, task
-from inspect_ai.agent import react
-from inspect_ai.dataset import Sample
-from inspect_ai.scorer import Score, accuracy, match, scorer
-from inspect_ai.solver import generate
-from inspect_ai.tool import tool
-from inspect_ai.util import store
+SAMPLE = Sample("Find x.", target="x", id="s")
+
 
 @tool
-def look():
+def look() -> Tool:
     async def execute(where: str) -> str:
         """Look.
 
@@ -38,68 +37,39 @@ def look():
         """
         store().set("looked", where)
         return "nothing " * 50 + where
+
     return execute
 
-@scorer(metrics=[accuracy()])
-def broken():
-    async def score(state, target) -> Score:
-        raise ValueError("the scorer broke")
-    return score
 
-@task
-def search():
-    sample = Sample("Find it.", target="x", id="s")
-    return Task(dataset=[sample], solver=react(tools=[look()]), scorer=match())
-
-@task
-def failing():
-    return Task(dataset=[Sample("Say x.", target="x", id="s")], solver=generate(), scorer=broken())
-'''
+@scoring
+async def broken(state: TaskState, target: Target) -> Score:
+    raise ValueError("the scorer broke")
 
 
-class Looks:
+SEARCH = Task(dataset=[SAMPLE], solver=react(tools=[look()]), scorer=match())
+FAILING = Task(dataset=[SAMPLE], solver=generate(), scorer=broken())
+
+
+def looking(turns: int) -> Scripted:
     """Looks `turns` times, then submits."""
-
-    def __init__(self, turns: int) -> None:
-        self.left = turns
-
-    async def generate(self, request: GenerateRequest) -> ModelOutput:
-        self.left -= 1
-        if self.left < 0:
-            return used(ModelOutput.for_tool_call("p", "submit", {"answer": "x"}))
-        return used(ModelOutput.for_tool_call("p", "look", {"where": f"place {self.left}"}))
+    calls = [ToolCall(id=f"{n}", function="look", arguments={"where": f"place {n}"}) for n in range(turns)]
+    submitted = ToolCall(id="last", function="submit", arguments={"answer": "x"})
+    return Scripted(*(said("", call) for call in [*calls, submitted]))
 
 
-def used(output: ModelOutput) -> ModelOutput:
-    """Without usage Inspect counts the tokens itself, for which it downloads a vocabulary."""
-    return output.model_copy(update={"usage": ModelUsage(total_tokens=2)})
-
-
-class Says:
-    async def generate(self, request: GenerateRequest) -> ModelOutput:
-        return used(ModelOutput.from_content("p", "x"))
-
-
-class Refuses:
-    async def generate(self, request: GenerateRequest) -> ModelOutput:
-        raise ConnectionError("the model is gone")
-
-
-async def recorded(
-    tmp_path: Path, task: str, policy: Any, error: type[Exception] | None = None
-) -> EvalSample:
-    (tmp_path / "tasks.py").write_text(TASKS, encoding="utf-8")
-    info = load_inspect_task(f"{tmp_path}/tasks.py@{task}")
+async def recorded(task: Task, policy: Scripted, error: type[Exception] | None = None) -> EvalSample:
+    info = load_inspect_task(task)
     records: list[EvalSample] = []
     async with TaskRunner(info) as runner:
+        run = runner.run(info.samples[0], policy, on_record=records.append)
         if error is None:
-            outcome = await runner.run(info.samples[0], policy, on_record=records.append)
+            outcome = await run
             if outcome.error is not None:
                 with pytest.raises(TaskFailedError):
                     score_episode(outcome)
         else:
             with pytest.raises(error):
-                await runner.run(info.samples[0], policy, on_record=records.append)
+                await run
     (record,) = records
     return record
 
@@ -109,31 +79,31 @@ def unpacked(data: bytes) -> EvalSample:
     return resolve_sample_events_data(sample)
 
 
-async def test_what_inspect_recorded_comes_out_again(tmp_path: Path) -> None:
-    record = await recorded(tmp_path, "search", Looks(3))
+async def test_what_inspect_recorded_comes_out_again() -> None:
+    record = await recorded(SEARCH, looking(3))
     found = unpacked(pack_transcript(record, 2**20))
-    assert found.model_dump(exclude={"epoch", "events_data"}, exclude_none=True) == record.model_dump(
-        exclude={"epoch", "events_data"}, exclude_none=True
-    )
+    seen = [each.model_dump(exclude={"epoch", "events_data"}, exclude_none=True) for each in (found, record)]
+    assert seen[0] == seen[1]
     kinds = [event.event for event in found.events]
     assert {"model", "tool", "store", "score"} <= set(kinds)
-    assert found.store == {"looked": "place 0"}
+    assert found.store == {"looked": "place 2"}
     assert found.epoch == 1
 
 
-async def test_what_calls_have_in_common_is_there_once(tmp_path: Path) -> None:
-    few, many = [await recorded(tmp_path, "search", Looks(n)) for n in (10, 40)]
+async def test_what_calls_have_in_common_is_there_once() -> None:
+    few, many = [await recorded(SEARCH, looking(n)) for n in (10, 40)]
     sizes = [len(zstandard.ZstdDecompressor().decompress(pack_transcript(r, 2**24))) for r in (few, many)]
     assert sizes[1] < 5 * sizes[0]  # Four times the turns; each prompt repeats those before it.
 
 
 @pytest.mark.parametrize(
-    ("task", "policy", "error"), [("failing", Says(), None), ("search", Refuses(), ConnectionError)]
+    ("task", "policy", "error"),
+    [(FAILING, Scripted("x"), None), (SEARCH, Scripted(ConnectionError("gone")), ConnectionError)],
 )
 async def test_an_episode_that_fails_has_a_record(
-    tmp_path: Path, task: str, policy: Any, error: type[Exception] | None
+    task: Task, policy: Scripted, error: type[Exception] | None
 ) -> None:
-    found = unpacked(pack_transcript(await recorded(tmp_path, task, policy, error), 2**20))
+    found = unpacked(pack_transcript(await recorded(task, policy, error), 2**20))
     assert found.error is not None
     assert "broke" in found.error.message or "gone" in found.error.message
     assert any(event.event == "error" for event in found.events)

@@ -19,14 +19,14 @@ from inspect_ai.model import (
     ResponseSchema,
     get_model,
 )
-from inspect_ai.scorer import Score, Scorer, Target, accuracy, match, model_graded_qa, scorer
-from inspect_ai.solver import Generate, Solver, TaskState, generate, solver, user_message
+from inspect_ai.scorer import Score, Target, match, model_graded_qa
+from inspect_ai.solver import Generate, TaskState, generate, user_message
 from inspect_ai.tool import ToolCall
 from inspect_ai.util import JSONSchema
 from tinker_cookbook.renderers import Renderer, get_renderer
-from tinker_cookbook.rl.rollouts import do_group_rollout
 
-from bridge_parts import END, Says, Scripted, add, bytes_renderer, call, decode, encode, rollout, said
+from bridge_groups import Held, group_of, group_that_says, scoring, solving
+from bridge_parts import END, Says, Scripted, add, call, decode, encode, rollout
 from inspect_tinker_bridge import (
     EnvOptions,
     InspectEnv,
@@ -42,11 +42,6 @@ from inspect_tinker_bridge import (
 from inspect_tinker_bridge._inspect_private import ProcessState, silent_display
 
 SAMPLE = Sample(input="Say 1.", target="1", id=1)
-
-
-@pytest.fixture(scope="module")
-def renderer(byte_model: Path) -> Renderer:
-    return bytes_renderer(byte_model)
 
 
 def saying(**task: Any) -> Task:
@@ -67,21 +62,15 @@ def test_an_agent_does_not_run_while_the_dataset_is_built() -> None:
 async def test_store_metadata_setup_and_cleanup_of_the_task_work() -> None:
     cleaned: list[object] = []
 
-    @solver
-    def set_up() -> Solver:
-        async def solve(state: TaskState, generate: Generate) -> TaskState:
-            state.store.set("left", 1)
-            state.metadata["seen"] = "yes"
-            return state
+    @solving
+    async def set_up(state: TaskState, generate: Generate) -> TaskState:
+        state.store.set("left", 1)
+        state.metadata["seen"] = "yes"
+        return state
 
-        return solve
-
-    @scorer(metrics=[accuracy()])
-    def reads() -> Scorer:
-        async def score(state: TaskState, target: Target) -> Score:
-            return Score(value=int(state.store.get("left") == 1 and state.metadata["seen"] == "yes"))
-
-        return score
+    @scoring
+    async def reads(state: TaskState, target: Target) -> Score:
+        return Score(value=int(state.store.get("left") == 1 and state.metadata["seen"] == "yes"))
 
     async def clean(state: TaskState) -> None:
         cleaned.append(state.sample_id)
@@ -114,8 +103,8 @@ async def test_members_of_a_group_do_not_share_a_cached_generation(
     renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INSPECT_CACHE_DIR", str(tmp_path))
-    dataset = load_environment(saying(solver=generate(cache=True)), renderer, num_envs_per_group=2)
-    group = await rollout(dataset.get_batch(0)[0], renderer, "1", "2")
+    task = saying(solver=generate(cache=True))
+    group = await group_that_says(task, renderer, "1", "2", num_envs_per_group=2)
     assert sorted(group.get_total_rewards()) == [0.0, 1.0]
 
 
@@ -130,8 +119,7 @@ async def test_stop_sequences_of_the_task_join_the_renderers_and_end_the_answer(
     own = get_renderer(name, renderer.tokenizer)
     end = own.get_stop_sequences()[0]
     policy = Says(own, "2 STOP", "1 STOP and more", "1" + (end if isinstance(end, str) else END))
-    dataset = load_environment(task, own, env_type="task", num_envs_per_group=3)
-    group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    group = await group_of(task, own, policy, env_type="task", num_envs_per_group=3)
     assert policy.stops[0] == [end if isinstance(end, str) else END, "STOP"]
     assert sum(group.get_total_rewards()) >= 1.0
     for trajectory in group.trajectories_G:
@@ -157,17 +145,15 @@ async def test_what_no_policy_can_do_is_refused_when_the_task_is_loaded_and_when
     named = f"sets {next(iter(config))}="
     with pytest.raises(UnsupportedError, match=named):
         load_environment(saying(config=GenerateConfig(**config)), renderer)
-    dataset = load_environment(saying(solver=generate(**config)), renderer)
     with pytest.raises(UnsupportedError, match=named):
-        await rollout(dataset.get_batch(0)[0], renderer, "1")
+        await group_that_says(saying(solver=generate(**config)), renderer, "1")
 
 
 async def test_sampling_parameters_that_the_trainer_decides_are_a_warning(
     renderer: Renderer, caplog: pytest.LogCaptureFixture
 ) -> None:
     solver = generate(temperature=0.25, logprobs=False, num_choices=1, timeout=9)
-    dataset = load_environment(saying(name="tuned", solver=solver), renderer, num_envs_per_group=2)
-    await rollout(dataset.get_batch(0)[0], renderer, "1")
+    await group_that_says(saying(name="tuned", solver=solver), renderer, "1", num_envs_per_group=2)
     (warning,) = [record.message for record in caplog.records if "tuned" in record.message]
     assert "asks for temperature=0.25; in a Tinker environment" in warning
 
@@ -179,43 +165,25 @@ async def test_no_limit_of_a_connection_throws_the_policys_answer_away_or_holds_
 ) -> None:
     task = saying(config=GenerateConfig(**config)) if where == "task" else saying(solver=generate(**config))
     info = load_inspect_task(task)
-    policy, other = Slow(), Scripted("1")
+    policy, other = Held("1"), Scripted("1")
     async with TaskRunner(info) as runner:
         slow = asyncio.create_task(runner.run(info.samples[0], policy))
         await policy.asked.wait()
         assert score_episode(await runner.run(info.samples[0], other)).reward == 1.0
         policy.go.set()
         assert score_episode(await slow).reward == 1.0
-    assert policy.calls == 1
+    assert len(policy.requests) == 1
 
 
-class Slow(Scripted):
-    """Answers `1` once it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked, self.go = asyncio.Event(), asyncio.Event()
-        self.calls = 0
-
-    async def generate(self, request: Any) -> ModelOutput:
-        self.calls += 1
-        self.asked.set()
-        await self.go.wait()
-        return said("1")
-
-
-@solver
-def prefilled() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        state.messages.append(ChatMessageAssistant(content="The answer is "))
-        return await generate(state)
-
-    return solve
+@solving
+async def prefilled(state: TaskState, generate: Generate) -> TaskState:
+    state.messages.append(ChatMessageAssistant(content="The answer is "))
+    return await generate(state)
 
 
 async def test_an_assistant_message_at_the_end_is_a_prefill(renderer: Renderer) -> None:
     policy = Says(renderer, "1" + END)
-    await do_group_rollout(load_environment(saying(solver=prefilled()), renderer).get_batch(0)[0], policy)
+    await group_of(saying(solver=prefilled()), renderer, policy)
     assert decode(renderer, policy.prompts[0]).endswith("<|im_start|>assistant\nThe answer is ")
 
 
@@ -249,30 +217,23 @@ async def test_a_cost_limit_counts_what_has_a_price_which_the_policy_has_not() -
     assert await reward_of(saying(cost_limit=0.01), "1") == 1.0
 
 
-@solver
-def counting() -> Solver:
-    async def solve(state: TaskState, generate: Generate) -> TaskState:
-        state = await generate(state)
-        state.metadata["counted"] = await get_model().count_tokens("twelve bytes")
-        return state
-
-    return solve
+@solving
+async def counting(state: TaskState, generate: Generate) -> TaskState:
+    state = await generate(state)
+    state.metadata["counted"] = await get_model().count_tokens("twelve bytes")
+    return state
 
 
-@scorer(metrics=[accuracy()])
-def counted() -> Scorer:
-    async def score(state: TaskState, target: Target) -> Score:
-        return Score(value=state.metadata["counted"])
-
-    return score
+@scoring
+async def counted(state: TaskState, target: Target) -> Score:
+    return Score(value=state.metadata["counted"])
 
 
 async def test_tokens_are_counted_by_the_renderers_tokenizer_or_estimated_without_one(
     renderer: Renderer,
 ) -> None:
     task = saying(solver=counting(), scorer=counted())
-    dataset = load_environment(task, renderer)
-    assert (await rollout(dataset.get_batch(0)[0], renderer, "1")).get_total_rewards() == [12.0]
+    assert (await group_that_says(task, renderer, "1")).get_total_rewards() == [12.0]
     assert await reward_of(task, "1") == 4.0
 
 
@@ -280,9 +241,9 @@ async def test_an_agent_that_compacts_its_history_counts_with_the_renderers_toke
     renderer: Renderer,
 ) -> None:
     agent = react(tools=[add()], compaction=CompactionTrim(threshold=4000))
-    dataset = load_environment(saying(solver=agent), renderer, env_type="task")
     says = [call("add", '{"a": 1, "b": 1}'), call("submit", '{"answer": "1"}')]
-    assert (await rollout(dataset.get_batch(0)[0], renderer, *says)).get_total_rewards() == [1.0]
+    group = await group_that_says(saying(solver=agent), renderer, *says, env_type="task")
+    assert group.get_total_rewards() == [1.0]
 
 
 def grader(verdict: str) -> Any:
@@ -301,8 +262,7 @@ async def test_grading_by_the_policy_itself_must_be_asked_for(renderer: Renderer
     task = saying(scorer=model_graded_qa())
     allowed = RunnerOptions(allow_self_grading=True)
     assert await reward_of(task, "1", "GRADE: C", options=allowed) == 1.0
-    dataset = load_environment(task, renderer, env_type="task", allow_self_grading=True)
-    group = await rollout(dataset.get_batch(0)[0], renderer, "1", "GRADE: C")
+    group = await group_that_says(task, renderer, "1", "GRADE: C", env_type="task", allow_self_grading=True)
     assert group.get_total_rewards() == [1.0]
     assert len(group.trajectories_G[0].transitions) == 2
 
@@ -310,27 +270,22 @@ async def test_grading_by_the_policy_itself_must_be_asked_for(renderer: Renderer
 async def test_tool_arguments_are_json_in_the_next_prompt(renderer: Renderer) -> None:
     """A history that was edited is rendered anew, with JSON and not a Python repr."""
 
-    @solver
-    def remembering() -> Solver:
-        async def solve(state: TaskState, generate: Generate) -> TaskState:
-            made = ToolCall(id="1", function="add", arguments={"a": 1, "b": None, "c": "it's"})
-            state.messages.append(ChatMessageAssistant(content="", tool_calls=[made]))
-            state.messages.append(state.messages[0].model_copy(update={"id": "again"}))
-            return await generate(state)
-
-        return solve
+    @solving
+    async def remembering(state: TaskState, generate: Generate) -> TaskState:
+        made = ToolCall(id="1", function="add", arguments={"a": 1, "b": None, "c": "it's"})
+        state.messages.append(ChatMessageAssistant(content="", tool_calls=[made]))
+        state.messages.append(state.messages[0].model_copy(update={"id": "again"}))
+        return await generate(state)
 
     policy = Says(renderer, "1" + END)
-    dataset = load_environment(saying(solver=remembering()), renderer)
-    await do_group_rollout(dataset.get_batch(0)[0], policy)
+    await group_of(saying(solver=remembering()), renderer, policy)
     assert '"arguments": {"a": 1, "b": null, "c": "it\'s"}' in decode(renderer, policy.prompts[0])
 
 
 async def test_a_prompt_is_found_while_episodes_of_the_same_task_run(renderer: Renderer) -> None:
     info = load_inspect_task(saying())
-    dataset = load_environment(saying, renderer)
     prompt, group = await asyncio.gather(
-        get_ground_truth_messages(info, info.samples[0]), rollout(dataset.get_batch(0)[0], renderer, "1")
+        get_ground_truth_messages(info, info.samples[0]), group_that_says(saying, renderer, "1")
     )
     assert [message.text for message in prompt] == ["Say 1."]
     assert group.get_total_rewards() == [1.0]
