@@ -17,5 +17,5 @@ def events_of(response: httpx.Response) -> list[Any]:
         *name, data = block.split("\n")
         data = data.removeprefix("data: ")
         events.append(data if data == "[DONE]" else json.loads(data))
-        assert name in ([], [f"event: {events[-1]['type']}"])
+        assert not name or name == [f"event: {events[-1]['type']}"]
     return events

@@ -258,10 +258,8 @@ async def test_a_grader_role_grades_in_the_policys_place(verdict: str, reward: f
     assert await reward_of(saying(scorer=model_graded_qa()), "1", options=options) == reward
 
 
-async def test_grading_by_the_policy_itself_must_be_asked_for(renderer: Renderer) -> None:
+async def test_the_policy_grades_itself_if_that_is_asked_for(renderer: Renderer) -> None:
     task = saying(scorer=model_graded_qa())
-    allowed = RunnerOptions(allow_self_grading=True)
-    assert await reward_of(task, "1", "GRADE: C", options=allowed) == 1.0
     group = await group_that_says(task, renderer, "1", "GRADE: C", env_type="task", allow_self_grading=True)
     assert group.get_total_rewards() == [1.0]
     assert len(group.trajectories_G[0].transitions) == 2

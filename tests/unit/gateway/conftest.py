@@ -1,8 +1,8 @@
-"""A gateway for the tests of its endpoints, and ways to read what it streams."""
+"""A gateway for the tests of its endpoints."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +18,11 @@ async def bench(byte_model: Path) -> AsyncIterator[Bench]:
 
 
 @pytest.fixture
-def lose_claim(bench: Bench) -> Callable[[list[int]], str]:
-    """A script for the sampler: the claim is lost while it samples."""
+def lose_claim(bench: Bench) -> None:
+    """The claim is lost while the sampler samples."""
 
     def lose(prompt: list[int]) -> str:
         bench.claims.lose(CLAIM, "the lease ran out")
         return "late"
 
     bench.answer = lose
-    return lose

@@ -52,50 +52,36 @@ def theirs(folder: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def conversation(family: Family) -> list[dict[str, Any]]:
-    """As templates see it, with everything that the family can write."""
-    messages = ([SYSTEM] if family.system else []) + [user("hello "), assistant(" hello\n"), user("\nso?")]
-    if family.writes_tools:
-        function = {"name": "look", "arguments": {"a": "é", "n": 1}}
-        call = {"id": "abcdefghi", "type": "function", "function": function}
-        messages += [assistant("", tool_calls=[call]), tool_result("abcdefghi", '{"b": "<&"}')]
-    return messages
+def with_call(arguments: Any, content: str | None, call_id: str) -> list[dict[str, Any]]:
+    """A call and its result."""
+    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return [assistant(content, tool_calls=[call]), tool_result(call_id, '{"b": "<&"}')]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_text_is_transformers(name: str, folders: dict[str, Path]) -> None:
-    family, tools = FAMILIES[name], TOOLS if FAMILIES[name].writes_tools else []
-    ours, reference = ChatTemplate.of(folders[name]), theirs(folders[name])
-    assert ours is not None
-    messages: Any = conversation(family)
-    if name == "deepseek_v3":  # It takes arguments as text, and no content beside calls.
-        call = messages[-2]["tool_calls"][0]
-        call["function"] = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
-        messages[-2]["content"] = None
-    given = [{**m, "content": m["content"] or ""} for m in messages]
-    for message in given:
-        message["tool_calls"] = [
-            {**call, "function": {"name": "look", "arguments": _text(call["function"]["arguments"])}}
-            for call in message.get("tool_calls", ())
-        ]
-        if not message["tool_calls"]:
-            del message["tool_calls"]
-    if ours.form.short_ids:
-        short = ours.form.of(given[-1])["tool_call_id"]
-        messages[-1]["tool_call_id"] = messages[-2]["tool_calls"][0]["id"] = short
+    family, reference = FAMILIES[name], theirs(folders[name])
+    template = ChatTemplate.of(folders[name])
+    assert template is not None
+    ours: Any = [SYSTEM] if family.system else []
+    ours += [user("hello "), assistant(" hello\n"), user("\nso?")]
+    natural, tools = list(ours), None
+    if family.writes_tools:
+        tools, arguments = TOOLS, {"a": "é", "n": 1}
+        written = with_call(json.dumps(arguments), "", "abcdefghi")
+        ours += written
+        call_id = template.form.of(written[1])["tool_call_id"]  # Mistral's are short.
+        if name == "deepseek_v3":  # It takes arguments as text, and no content beside calls.
+            natural += with_call(json.dumps(arguments), None, call_id)
+        else:
+            natural += with_call(arguments, "", call_id)
     for generation in (True, False):
-        expected = reference.apply_chat_template(
-            messages, tools=tools or None, add_generation_prompt=generation, tokenize=False
+        text = reference.apply_chat_template(
+            natural, tools=tools, add_generation_prompt=generation, tokenize=False
         )
-        assert ours.text(given, tools, generation=generation) == expected
-    ids = reference.apply_chat_template(
-        messages, tools=tools or None, add_generation_prompt=True, return_dict=False
-    )
-    assert ChatRenderer(folders[name]).render(given, tools) == ids
-
-
-def _text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+        assert template.text(ours, tools or [], generation=generation) == text
+    ids = reference.apply_chat_template(natural, tools=tools, add_generation_prompt=True, return_dict=False)
+    assert ChatRenderer(folders[name]).render(ours, tools or []) == ids
 
 
 def test_the_environment_is_transformers() -> None:
@@ -225,20 +211,12 @@ def test_arguments_that_the_template_does_not_have_are_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_tools_are_written(name: str, renderers: dict[str, ChatRenderer]) -> None:
+def test_tools_are_written_and_a_call_is_read(name: str, renderers: dict[str, ChatRenderer]) -> None:
     family, renderer = FAMILIES[name], renderers[name]
     system = [SYSTEM] if family.system else []
-    text = renderer.tokenizer.decode(renderer.render([*system, user("a")], TOOLS))
-    assert "look" in text
-    assert "weigh" in text
-    if name == "phi4_mini":
-        with pytest.raises(GatewayError, match="need a system message"):
-            renderer.render([user("a")], TOOLS)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_call_is_read_as_the_template_writes_it(name: str, renderers: dict[str, ChatRenderer]) -> None:
-    family, renderer = FAMILIES[name], renderers[name]
+    prompt = renderer.tokenizer.decode(renderer.render([*system, user("a")], TOOLS))
+    assert "look" in prompt
+    assert "weigh" in prompt
     if family.call is None:
         return
     arguments = '{"a": "5 </x> é\\n", "n": 7}'
@@ -255,6 +233,13 @@ def test_a_call_is_read_as_the_template_writes_it(name: str, renderers: dict[str
     assert message.get("reasoning_content", "") == ("hm" if family.thinks else "")
     text = renderer.parse(sampled, ParseOptions(False))
     assert "look" in text["content"], "without tools it is text"
+
+
+def test_tools_that_a_template_writes_into_a_system_message_need_one(
+    renderers: dict[str, ChatRenderer],
+) -> None:
+    with pytest.raises(GatewayError, match="need a system message"):
+        renderers["phi4_mini"].render([user("a")], TOOLS)
 
 
 REPLIES = ["hello", "", " \n", "é🙂", "so <b> & 'c'", "a\n\nb ", '{"x": 1}', "<|im_end|> </s> <eos>"]
@@ -333,9 +318,8 @@ class Talk:
             given, tools=self.tools or None, add_generation_prompt=True, tokenize=False
         )
         if MARK not in str(text):
-            assert self.reference(text, add_special_tokens=False).input_ids == self.renderer.tokenizer.encode(
-                str(text)
-            )
+            ids = self.reference(text, add_special_tokens=False).input_ids
+            assert ids == self.renderer.tokenizer.encode(str(text))
         return str(text)
 
 

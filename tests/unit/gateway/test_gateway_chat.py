@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 
-from asgi_caller import AsgiCaller
 from chat_families import FAMILIES
-from gateway_bench import CLAIM, Bench, WaitingSampler
+from gateway_bench import Bench
 from tinkerscript.errors import GatewayError
-from tinkerscript.rollouts.call import full_prompts, unpack_ids
+from tinkerscript.rollouts.call import unpack_ids
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.sampler import (
-    ProgressCallback,
     SampledSequence,
-    Sampler,
     SampleRequest,
-    SampleResult,
     refuse_unsupported,
 )
 from tinkerscript.testing import ScriptedSampler
@@ -46,29 +40,12 @@ async def test_reply_is_openais(bench: Bench) -> None:
         }
     ]
     prompt_tokens = len(bench.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"))
-    assert reply["usage"] == {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": 6,
-        "total_tokens": prompt_tokens + 6,
-    }
+    totals = {"completion_tokens": 6, "total_tokens": prompt_tokens + 6}
+    assert reply["usage"] == {"prompt_tokens": prompt_tokens} | totals
     (call,) = bench.calls
     assert reply["id"] == f"chatcmpl-{call.call_id}"
     assert (call.policy_version, call.temperature, call.logprob_kind) == (3, 0.5, "processed")
     assert (len(call.sampled) // 4, call.fork_reason) == (6, None)
-
-
-async def test_turns_extend_token_by_token_and_a_fork_is_labelled(bench: Bench) -> None:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-    for turn in range(3):
-        reply = await bench.ask(messages)
-        messages += [reply["choices"][0]["message"], {"role": "user", "content": f"turn {turn}"}]
-    calls = bench.calls
-    prompts = full_prompts(calls)
-    assert [prompts[call.call_id] for call in calls] == [request.prompt for request in bench.sampler.requests]
-    assert [call.parent_id for call in calls] == [None, calls[0].call_id, calls[1].call_id]
-    edited = [messages[0], {"role": "assistant", "content": "never said"}, messages[2]]
-    await bench.ask(edited)
-    assert bench.calls[-1].fork_reason == "history_edited"
 
 
 async def test_a_call_records_the_experts_of_what_is_new_in_it(bench: Bench) -> None:
@@ -81,28 +58,16 @@ async def test_a_call_records_the_experts_of_what_is_new_in_it(bench: Bench) -> 
             experts = b"".join(position.to_bytes(2, "little") for position in range(request.known, end))
             return structs.replace(sequence, experts=experts)
 
-    bench.use(Mixture(bench.sampler._script))
+    bench.sampler = Mixture(bench.sampler._script)
+    bench.use(bench.sampler)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     for turn in range(3):
         reply = await bench.ask(messages)
         messages += [reply["choices"][0]["message"], {"role": "user", "content": f"turn {turn}"}]
+    bench.check_one_sequence(turns=3)
     (rollout,) = merge_calls(bench.calls, episode_uuid="e")
     assert rollout.experts is not None
     assert rollout.experts.view("<u2")[:, 0].tolist() == list(range(len(rollout.tokens)))
-
-
-async def test_a_conversation_continues_after_a_restart(bench: Bench, byte_model: Path) -> None:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
-    first = await bench.ask(messages, tools=TOOLS)
-    messages += [first["choices"][0]["message"], {"role": "user", "content": "more"}]
-    restarted = Bench(byte_model, bench.claims)
-    await restarted.ask(messages, tools=TOOLS)
-    calls = bench.calls
-    assert calls[1].parent_id == calls[0].call_id
-    restarted.gateway.forget("episode", 1)
-    await restarted.ask(messages, tools=TOOLS)
-    assert bench.calls[2].parent_id == calls[0].call_id
-    await restarted.client.aclose()
 
 
 async def test_n_samples_share_prompt_and_parent(bench: Bench) -> None:
@@ -149,24 +114,16 @@ async def test_without_tools_tool_calls_stay_text(bench: Bench) -> None:
 
 
 async def test_parameters_reach_the_sampler(bench: Bench) -> None:
-    await bench.ask(
-        temperature=0.7, top_p=0.9, top_k=5, seed=11, stop=["x", "y"], max_completion_tokens=7, user="u"
-    )
-    asked = bench.sampler.requests[-1]
-    assert (asked.temperature, asked.top_p, asked.top_k, asked.seed) == (0.7, 0.9, 5, 11)
-    assert (asked.stop, asked.max_tokens) == (["x", "y"], 7)
-    await bench.ask(temperature=0, stop="z", max_tokens=9, top_k=0, metadata={"a": "b"}, store=False)
-    asked = bench.sampler.requests[-1]
-    assert (asked.temperature, asked.stop, asked.max_tokens, asked.top_k) == (0, ["z"], 9, -1)
-    await bench.ask(stop=None, temperature=None, frequency_penalty=0, response_format={"type": "text"})
-    asked = bench.sampler.requests[-1]
-    assert (asked.temperature, asked.top_p, asked.top_k, asked.seed, asked.max_tokens) == (
-        0.5,
-        1.0,
-        -1,
-        None,
-        20,
-    )
+    def asked() -> list[Any]:
+        names = ("temperature", "top_p", "top_k", "seed", "stop", "max_tokens")
+        return [getattr(bench.sampler.requests[-1], name) for name in names]
+
+    await bench.ask(temperature=0.7, top_p=0.9, top_k=5, seed=11, stop=["x", "y"], max_completion_tokens=7)
+    assert asked() == [0.7, 0.9, 5, 11, ["x", "y"], 7]
+    await bench.ask(temperature=0, stop="z", max_tokens=9, top_k=0)
+    assert asked() == [0, 1.0, -1, None, ["z"], 9]
+    await bench.ask(stop=None, temperature=None)
+    assert asked() == [0.5, 1.0, -1, None, [], 20]
 
 
 async def test_length_is_capped_by_what_the_context_has_left(tmp_path: Path) -> None:
@@ -178,9 +135,9 @@ async def test_length_is_capped_by_what_the_context_has_left(tmp_path: Path) -> 
     assert reply["usage"]["total_tokens"] == 64
     assert bench.sampler.requests[-1].max_tokens == 64 - used
     response = await bench.post("x" * 64)
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "context_length_exceeded"
-    assert response.json()["error"]["param"] == "messages"
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == "messages"
     await bench.client.aclose()
 
 
@@ -195,65 +152,14 @@ async def test_logprobs_name_every_sampled_token(bench: Bench) -> None:
     assert told == [entry["token_id"] for entry in with_ids["logprobs"]["content"]] == with_ids["token_ids"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
-        ({"frobnicate": 1}, "frobnicate", "unknown_parameter"),
-        ({"min_p": 1.5}, "min_p", "invalid_value"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "invalid_value"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "invalid_value"),
-        (
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            "chat_template_kwargs",
-            "unsupported_parameter",
-        ),
-        ({"stream_options": {}}, "stream_options", "invalid_value"),
-        ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
-        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice", "unsupported_parameter"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "unsupported_parameter"),
-        ({"n": 0}, "n", "invalid_value"),
-        ({"n": "2"}, "n", "invalid_value"),
-        ({"temperature": -1}, "temperature", "invalid_value"),
-        ({"stop": [""]}, "stop", "invalid_value"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "invalid_value"),
-        ({"messages": []}, "messages", "invalid_value"),
-        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "invalid_value"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "invalid_value"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "invalid_value"),
-        (
-            {"messages": [{"role": "user", "content": "x", "cache": 1}]},
-            "messages[0].cache",
-            "unknown_parameter",
-        ),
-        ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages[0].content[0]",
-            "unsupported_content",
-        ),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "invalid_value"),
-    ],
-)
-async def test_what_is_not_honoured_is_refused_by_name(
-    bench: Bench, fields: dict[str, Any], param: str, code: str
-) -> None:
-    response = await bench.post(**fields)
-    error = response.json()["error"]
-    assert response.status_code == 400
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code)
-    assert param.split(".")[-1].split("[")[0] in error["message"] or code == "unsupported_content"
-    assert bench.sampler.requests == []
-
-
 async def test_no_body_no_model_no_key(bench: Bench) -> None:
     broken = await bench.client.post("/v1/chat/completions", content=b"{nope")
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_json")
     for name in ("tiny", "policy", bench.folder.name, "fill_whatever_model"):
         reply = await bench.post(model=name)
         assert (reply.status_code, reply.json()["model"]) == (200, "tiny")
-    for headers in ({"Authorization": "Bearer other"}, {"Authorization": "Basic key"}, {"Authorization": ""}):
+    for value in ("Bearer other", "Basic key", ""):
+        headers = {"Authorization": value}
         for refused in (
             await bench.client.post("/v1/chat/completions", json={}, headers=headers),
             await bench.client.get("/v1/models", headers=headers),
@@ -264,68 +170,27 @@ async def test_no_body_no_model_no_key(bench: Bench) -> None:
     assert [model["id"] for model in models["data"]][:2] == ["tiny", "policy"]
 
 
+@pytest.mark.usefixtures("lose_claim")
 async def test_a_lost_claim_is_final(bench: Bench) -> None:
-    def lose(prompt: list[int]) -> str:
-        bench.claims.lose(CLAIM, "the lease ran out")
-        return "late"
-
-    bench.answer = lose
     for _ in ("while sampling", "before"):
         response = await bench.post()
-        assert response.status_code == 409
-        assert response.json()["error"]["code"] == "claim_lost"
-        assert response.json()["error"]["message"] == "the lease ran out"
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (409, "claim_lost")
+        assert error["message"] == "the lease ran out"
         assert response.headers["x-should-retry"] == "false"
     assert bench.calls == []
 
 
-class RefusingSampler(Sampler):
-    """An engine that is unavailable."""
-
-    async def sample(self, request: SampleRequest, progress: ProgressCallback | None = None) -> SampleResult:
-        raise GatewayError(503, "engine_unavailable", "the engine is away")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_unavailable_engine_is_a_503_with_retry_after(bench: Bench, stream: bool) -> None:
-    bench.use(RefusingSampler())
+    def away(prompt: list[int]) -> str:
+        raise GatewayError(503, "engine_unavailable", "the engine is away")
+
+    bench.answer = away
     response = await bench.post(stream=stream)
-    assert response.status_code == 503
-    assert response.headers["Retry-After"] == "1"
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
     assert response.json()["error"]["type"] == "server_error"
     assert bench.calls == []
-
-
-async def test_a_client_that_goes_away_cancels_its_sample(bench: Bench) -> None:
-    sampler = WaitingSampler()
-    bench.use(sampler)
-    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-    caller = AsgiCaller(bench.app, "/v1/chat/completions", body, {"authorization": "Bearer key"})
-    running = asyncio.create_task(caller.run())
-    await sampler.started.wait()
-    caller.hang_up()
-    await running
-    assert sampler.cancelled.is_set()
-    assert bench.calls == []
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_id_that_ends_a_reply_is_no_part_of_its_text(bench: Bench, stream: bool) -> None:
-    """Its turn goes on from the sampled ids all the same."""
-    colon = bench.tokenizer.encode(":")[0]
-    sampled = bench.tokenizer.encode("Observation:")
-    bench.use(ScriptedSampler(lambda _: sampled))
-    response = await bench.post(stop_token_ids=[colon], stream=stream)
-    (call,) = bench.calls
-    if stream:
-        data = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-        text = "".join(c["delta"].get("content") or "" for event in data for c in event["choices"])
-    else:
-        text = response.json()["choices"][0]["message"]["content"]
-    assert (text, call.sampled_ids.tolist(), call.stop_reason) == ("Observation", sampled, "stop")
-    said = [{"role": "assistant", "content": text}, {"role": "user", "content": "it rains"}]
-    await bench.ask([{"role": "user", "content": "hi"}, *said])
-    assert bench.calls[1].parent_id == call.call_id
 
 
 async def test_what_the_sampler_is_asked_for_is_recorded(bench: Bench) -> None:

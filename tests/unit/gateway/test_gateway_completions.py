@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import httpx
 import pytest
 
+from event_streams import events_of
 from gateway_bench import Bench, WaitingSampler
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampled_model import sample_all
@@ -27,21 +27,17 @@ async def ask(bench: Bench, prompt: Any = "hi", **fields: Any) -> dict[str, Any]
     return response.json()
 
 
-def events_of(response: httpx.Response) -> list[Any]:
-    assert response.status_code == 200, response.text
-    data = [line[6:] for line in response.text.split("\n\n") if line.startswith("data: ")]
-    return [each if each == "[DONE]" else json.loads(each) for each in data]
-
-
 async def test_a_reply_is_openais(bench: Bench) -> None:
     bench.answer = " there "
-    reply = await ask(bench, "hello", max_tokens=15)
+    reply = await ask(bench, "<|im_start|>hello", max_tokens=15)
     (call,) = bench.calls
     assert reply["id"] == f"cmpl-{call.call_id}"
     assert (reply["object"], reply["model"]) == ("text_completion", "tiny")
     assert reply["choices"] == [{"index": 0, "text": " there ", "logprobs": None, "finish_reason": "stop"}]
-    assert reply["usage"] == {"prompt_tokens": 1, "completion_tokens": 8, "total_tokens": 9}
-    assert bench.sampler.requests[0].prompt == pack_ids(bench.tokenizer.encode("hello")) == call.new_prompt
+    assert reply["usage"] == {"prompt_tokens": 2, "completion_tokens": 8, "total_tokens": 10}
+    # Special tokens are read, and none is added.
+    ids = bench.tokenizer.convert_tokens_to_ids(["<|im_start|>", "hello"])
+    assert bench.sampler.requests[0].prompt == pack_ids(ids) == call.new_prompt
     assert call.fork_reason is None
 
 
@@ -120,39 +116,6 @@ async def test_a_stream_has_the_same_content(bench: Bench) -> None:
             choice["prompt_token_ids"]
         ]
         assert parts[-1]["finish_reason"] == "stop"
-
-
-async def test_the_end_marker_of_the_prompt_text_is_one_token_and_no_bos_is_added(bench: Bench) -> None:
-    await ask(bench, "<|im_start|>user\nx<|im_end|>")
-    ids = unpack_ids(bench.sampler.requests[0].prompt).tolist()
-    start, end = bench.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    assert (ids[0], ids[-1]) == (start, end)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
-        ({"prompt": ""}, "prompt", "invalid_value"),
-        ({"prompt": []}, "prompt", "invalid_value"),
-        ({"prompt": [1, "x"]}, "prompt", "invalid_value"),
-        ({"prompt": ["x", ""]}, "prompt[1]", "invalid_value"),
-        ({"prompt": [[1, 99999]]}, "prompt[0]", "invalid_value"),
-        ({"prompt": [-1]}, "prompt", "invalid_value"),
-        ({"prompt": ["a", "b"], "n": 128}, "n", "limit_exceeded"),
-        ({"echo": True}, "echo", "unsupported_parameter"),
-        ({"best_of": 2}, "best_of", "unsupported_parameter"),
-        ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-        ({"messages": []}, "messages", "unknown_parameter"),
-        ({"logprobs": 21}, "logprobs", "invalid_value"),
-    ],
-)
-async def test_what_is_not_honoured_is_refused_by_name(
-    bench: Bench, fields: dict[str, Any], param: str, code: str
-) -> None:
-    response = await post(bench, **fields)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"], error["code"]) == (400, param, code)
-    assert bench.sampler.requests == []
 
 
 class OneFails(WaitingSampler):

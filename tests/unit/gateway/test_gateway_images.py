@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
 from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngImageFile
@@ -24,7 +22,7 @@ from session_book import Book, assistant, user
 from tinkerscript.config import RunConfig
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.gateway.dialects import AGENT_PREFIX, chat
-from tinkerscript.gateway.images import ImageFormat, file_of, read_image
+from tinkerscript.gateway.images import file_of, read_image
 from tinkerscript.gateway.rendering import ChatRenderer
 from tinkerscript.rollouts.call import Call, PlacedImage, unpack_ids
 from tinkerscript.sampler import SampleRequest, refuse_unsupported
@@ -54,11 +52,8 @@ def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def asked(*parts: dict[str, Any] | bytes | str) -> dict[str, Any]:
-    made = [
-        image_part(each) if isinstance(each, bytes) else text_part(each) if isinstance(each, str) else each
-        for each in parts
-    ]
+def asked(*parts: bytes | str) -> dict[str, Any]:
+    made = [image_part(each) if isinstance(each, bytes) else text_part(each) for each in parts]
     return {"role": "user", "content": made}
 
 
@@ -75,19 +70,15 @@ def turned(data: bytes) -> bytes:
 def processors_ids(folder: Path, messages: list[dict[str, Any]]) -> list[int]:
     """The ids that transformers' processor makes of a request's messages."""
 
-    def of(part: dict[str, Any]) -> dict[str, Any]:
-        if part["type"] != "image_url":
-            return part
-        return {"type": "image", "url": part["image_url"]["url"]}
+    def parts(content: Any) -> list[dict[str, Any]]:
+        if isinstance(content, str):
+            return [text_part(content)]
+        return [
+            {"type": "image", "url": part["image_url"]["url"]} if "image_url" in part else part
+            for part in content
+        ]
 
-    contents = [
-        [text_part(each["content"])] if isinstance(each["content"], str) else list(map(of, each["content"]))
-        for each in messages
-    ]
-    conversation = [
-        {"role": message["role"], "content": content}
-        for message, content in zip(messages, contents, strict=True)
-    ]
+    conversation = [message | {"content": parts(message["content"])} for message in messages]
     made: Any = own_processor(folder).apply_chat_template(
         conversation, tokenize=True, return_dict=True, add_generation_prompt=True
     )
@@ -95,14 +86,16 @@ def processors_ids(folder: Path, messages: list[dict[str, Any]]) -> list[int]:
     return list(ids)
 
 
+SIZES = [(1, 1), (32, 32), (64, 64), (65, 64), (31, 97), (200, 13), (128, 127), (9, 40), (140, 51)]
+
+
 @pytest.mark.parametrize("splits", [True, False])
 async def test_prompts_have_the_ids_of_transformers_processor(tmp_path: Path, splits: bool) -> None:
     folder = make_vision_model(tmp_path / "model", splits=splits, context=4096)
     bench = Bench(folder)
     conversations = [
-        [asked(ONE, "What is it?")],
         [asked("Compare ", ONE, " with ", OTHER, ".")],
-        [{"role": "system", "content": "Be brief."}, asked("Look:\n", picture(3, (9, 40)))],
+        [{"role": "system", "content": "Be brief."}, asked("Look:\n", *(picture(3, size) for size in SIZES))],
         [asked(picture(4, (64, 64), "JPEG"), picture(5, (33, 20), "WEBP"), "é\n\nok?")],
         [asked(turned(picture(6, (20, 60))), "A photo.")],
         [user("No image here.")],
@@ -110,6 +103,18 @@ async def test_prompts_have_the_ids_of_transformers_processor(tmp_path: Path, sp
     for messages in conversations:
         reply = await bench.ask(messages, return_token_ids=True)
         assert reply["prompt_token_ids"] == processors_ids(folder, messages)
+    await bench.client.aclose()
+
+
+async def test_images_beyond_transformers_largest_size_are_resized_alike(tmp_path: Path) -> None:
+    folder = make_vision_model(tmp_path / "model", context=4096)
+    path = folder / "preprocessor_config.json"
+    large = {"size": {"longest_edge": 5000}, "max_image_size": {"longest_edge": 512}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | large))
+    bench = Bench(folder)
+    messages = [asked(picture(0, (90, 50)))]
+    reply = await bench.ask(messages, return_token_ids=True)
+    assert reply["prompt_token_ids"] == processors_ids(folder, messages)
     await bench.client.aclose()
 
 
@@ -130,23 +135,6 @@ async def test_the_published_template_of_smolvlm_continues(tmp_path: Path) -> No
     await bench.client.aclose()
 
 
-def test_sizes_become_the_processors_tiles(folder: Path) -> None:
-    """For images of every shape, as long as the processor itself can cut them."""
-    processor = own_processor(folder).image_processor
-    images = ChatRenderer(folder).images
-    assert images is not None
-    random = np.random.default_rng(0)
-    sizes = [(1, 1), (32, 32), (64, 64), (65, 64), (31, 97), (200, 13), (128, 127)]
-    sizes += [tuple(map(int, random.integers(8, 150, 2))) for _ in range(40)]
-    for size in sizes:
-        made = processor([[Image.new("RGB", size)]], return_row_col_info=True)
-        assert images._grid(*size) == (made["rows"][0][0], made["cols"][0][0]), size
-    large = ImageFormat({}, {"size": {"longest_edge": 5000}, "max_image_size": {"longest_edge": 512}}, 1)
-    processor.size, processor.max_image_size = {"longest_edge": 5000}, {"longest_edge": 512}
-    made = processor([[Image.new("RGB", (90, 50))]], return_row_col_info=True)
-    assert large._grid(90, 50) == (made["rows"][0][0], made["cols"][0][0])
-
-
 async def test_an_image_is_recorded_once_and_sampled_with_all_later_turns(
     seeing: Bench, folder: Path
 ) -> None:
@@ -157,8 +145,7 @@ async def test_an_image_is_recorded_once_and_sampled_with_all_later_turns(
     seeing.check_one_sequence(2)
     calls: list[Call] = seeing.calls
     assert [[image.data for image in call.images] for call in calls] == [[ONE], [OTHER]]
-    for call in calls:
-        assert data_url(ONE)[:40] not in call.messages
+    assert all(data_url(ONE)[:40] not in call.messages for call in calls)
     prompt = seeing.sampler.requests[1]
     places = unpack_ids(prompt.prompt)
     placeholder = seeing.tokenizer.added_tokens["<image>"]
@@ -208,13 +195,11 @@ def test_a_restored_session_continues_after_an_image(folder: Path) -> None:
 )
 async def test_text_forges_no_image(seeing: Bench, text: str) -> None:
     await seeing.ask([asked(ONE, text)])
-    (request,) = seeing.sampler.requests
+    await seeing.ask([asked(ONE, "plain")])
     placeholder = seeing.tokenizer.added_tokens["<image>"]
-    images = ChatRenderer(seeing.folder).images
-    assert images is not None
-    rows, columns = images._grid(40, 30)
-    assert unpack_ids(request.prompt).tolist().count(placeholder) == (rows * columns + 1) * 4
-    assert text in seeing.tokenizer.decode(unpack_ids(request.prompt).tolist())
+    prompts = [unpack_ids(request.prompt).tolist() for request in seeing.sampler.requests]
+    assert prompts[0].count(placeholder) == prompts[1].count(placeholder) > 0
+    assert text in seeing.tokenizer.decode(prompts[0])
 
 
 def bomb(width: int, height: int) -> bytes:
@@ -241,27 +226,18 @@ def animation() -> bytes:
     return file.getvalue()
 
 
-SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="1" height="1"/>'
-GIF = picture(0, (8, 8), "GIF")
-
-
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
         ("https://example.com/cat.png", "scheme is 'https', and this server fetches nothing"),
-        ("http://169.254.169.254/latest/meta-data", "scheme is 'http'"),
         ("file:///etc/passwd", "scheme is 'file'"),
         ("/etc/passwd", "this server fetches nothing"),
-        ("data:text/html;base64,AAAA", "does not begin with data:image/TYPE;base64,"),
         ("data:image/png,%89PNG", "does not begin with data:image/TYPE;base64,"),
         ("data:image/png;base64,!!!!", "not base64"),
         (data_url(b""), "not one of PNG, JPEG, WEBP"),
-        (data_url(SVG, "image/svg+xml"), "not one of PNG, JPEG, WEBP"),
-        (data_url(GIF), "not one of PNG, JPEG, WEBP"),
-        (data_url(ONE[:-30]), "cannot be decoded"),
+        (data_url(picture(0, (8, 8), "GIF")), "not one of PNG, JPEG, WEBP"),
         (data_url(ONE[: len(ONE) // 2]), "cannot be decoded"),
         (data_url(picture(0, (64, 64), "JPEG")[:700]), "cannot be decoded"),
-        (data_url(bomb(100, 100)), "cannot be decoded"),
         (data_url(bomb(5000, 5000)), "25000000 pixels; image's size allows 16777216"),
         (data_url(bomb(2**30, 2**30)), "exceeds limit"),
         (data_url(animation(), "image/webp"), "an animation"),
@@ -269,10 +245,10 @@ GIF = picture(0, (8, 8), "GIF")
     ],
 )
 async def test_what_is_no_image_is_refused_by_name(seeing: Bench, url: str, problem: str) -> None:
-    part = {"type": "image_url", "image_url": {"url": url}}
+    content = [text_part("Look:"), {"type": "image_url", "image_url": {"url": url}}]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        response = await seeing.post([asked("Look:", part)])
+        response = await seeing.post([{"role": "user", "content": content}])
     error = response.json()["error"]
     assert response.status_code == 400, error
     assert problem in error["message"]
@@ -343,12 +319,11 @@ async def test_a_claims_many_images_delay_another_claims_by_one_request(
 
 async def test_requests_have_at_most_so_many_images(seeing: Bench) -> None:
     small = picture(0, (8, 8))
-    response = await seeing.post([asked(*[small] * 20), asked(*[small] * 13)])
-    assert response.status_code == 400
-    assert "images: 33 images; images allows 32" in response.json()["error"]["message"]
+    for messages in ([asked(*[small] * 20), asked(*[small] * 13)], [asked(*[small] * 33)]):
+        response = await seeing.post(messages)
+        assert response.status_code == 400
+        assert "images: 33 images; images allows 32" in response.json()["error"]["message"]
     assert seeing.sampler.requests == []
-    response = await seeing.post([asked(*[small] * 33)])
-    assert "images allows 32" in response.json()["error"]["message"]
 
 
 async def test_what_is_at_a_limit_passes(seeing: Bench) -> None:
@@ -362,9 +337,7 @@ async def test_what_is_at_a_limit_passes(seeing: Bench) -> None:
     ("message", "code"),
     [
         ({"role": "system", "content": [image_part(ONE)]}, "unsupported_content"),
-        ({"role": "assistant", "content": [image_part(ONE)]}, "unsupported_content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "invalid_value"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "missing_required_parameter"),
         ({"role": "user", "content": [{**image_part(ONE), "more": 1}]}, "unknown_parameter"),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "unsupported_content"),
         (asked(ONE, "\ufdd1"), "invalid_messages"),
@@ -377,22 +350,17 @@ async def test_what_is_not_honoured_is_refused(seeing: Bench, message: dict[str,
 
 
 async def test_a_model_of_text_takes_no_images(bench: Bench) -> None:
-    response: httpx.Response = await bench.post([asked(ONE, "What is it?")])
-    error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (400, "unsupported_content")
-    assert error["param"] == "messages[0].content[0]"
+    error = (await bench.post([asked(ONE, "What is it?")])).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_content", "messages[0].content[0]")
 
 
 async def test_a_run_that_cannot_train_on_images_refuses_them(folder: Path) -> None:
     """Streamed and in agent mode too."""
     bench = Bench(folder, no_images={"": "this run takes only text, because of x"})
-    for path, fields in (
-        ("/v1/chat/completions", {}),
-        ("/v1/chat/completions", {"stream": True}),
-        (f"{AGENT_PREFIX}/v1/chat/completions", {}),
-    ):
+    path = "/v1/chat/completions"
+    for route, fields in ((path, {}), (path, {"stream": True}), (AGENT_PREFIX + path, {})):
         body = {"model": "policy", "messages": [asked("Look:", ONE)], **fields}
-        response = await bench.client.post(path, json=body)
+        response = await bench.client.post(route, json=body)
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (400, "unsupported_content")
         assert error["param"] == "messages[0].content[1]"
@@ -402,36 +370,31 @@ async def test_a_run_that_cannot_train_on_images_refuses_them(folder: Path) -> N
     await bench.client.aclose()
 
 
+VLLM = {"backend": "vllm", "base_url": "http://127.0.0.1:1"}
+ROLES = {"writer": {"kind": "trained"}, "old": {"kind": "frozen"}}
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
         ({}, {}),
         ({"engine": {"backend": "tinker"}}, {"": "engine.backend: tinker"}),
         ({"engine": {"devices": 2}}, {"": "engine.devices: 2"}),
-        (
-            {"inference": {"backend": "vllm", "base_url": "http://127.0.0.1:1"}},
-            {"": "inference.backend: vllm"},
-        ),
-        ({"training": {"kl_penalty_coef": 0.1}}, {"": "training.kl_penalty_coef"}),
+        ({"inference": VLLM}, {"": "inference.backend: vllm"}),
         ({"training": {"loss_config": {"kl_k3": 0.1}}}, {"": "training.loss_config.kl_k3"}),
         (
-            {"training": {"kl_penalty_coef": 0.1}, "roles": {"writer": {"kind": "trained"}}},
+            {"training": {"kl_penalty_coef": 0.1}, "roles": ROLES},
             {"": "training.kl_penalty_coef", "writer": "training.kl_penalty_coef"},
         ),
         (
-            {
-                "training": {"distillation": {"teacher": "old"}},
-                "roles": {"writer": {"kind": "trained"}, "old": {"kind": "frozen"}},
-            },
+            {"training": {"distillation": {"teacher": "old"}}, "roles": ROLES},
             {"": "training.distillation"},
         ),
     ],
 )
 def test_a_config_says_why_its_policies_take_no_images(given: dict[str, Any], why: dict[str, str]) -> None:
-    expected = {
-        role: f"this run takes only text, because {name} does not work with images"
-        for role, name in why.items()
-    }
+    text = "this run takes only text, because {} does not work with images"
+    expected = {role: text.format(name) for role, name in why.items()}
     assert RunConfig.model_validate(given).no_images == expected
 
 

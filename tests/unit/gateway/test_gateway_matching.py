@@ -127,9 +127,8 @@ def test_ids_of_the_callers_own_are_no_edit(book: Book) -> None:
     assert extends(turn, "call0", "equality")
     own = [call["id"] for call in reply["tool_calls"]]
     assert [each["tool_call_id"] for each in json.loads(book.calls[1].messages)] == own[::-1]
-    assert extends(
-        book.session.plan([*messages[:2], renamed, *results, second, user("x")], [TOOL]), "call1", "equality"
-    )
+    went_on = [*messages[:2], renamed, *results, second, user("x")]
+    assert extends(book.session.plan(went_on, [TOOL]), "call1", "equality")
     swapped = [tool_result("mine-0", "4"), tool_result("mine-1", "3")]
     history = [*messages[:2], renamed, *swapped, second, user("x")]
     assert forks(book, history) == tree.TOOL_RESULT_EDITED
@@ -143,26 +142,18 @@ def test_an_id_never_makes_up_for_other_content(book: Book) -> None:
     assert forks(book, [*first[:2], mixed, first[3]]) == tree.HISTORY_EDITED
 
 
-EDITS: dict[str, tuple[str, Callable[[Messages], Messages]]] = {
+Edit = Callable[[Messages], Messages]
+EDITS: dict[str, tuple[str, Edit]] = {
     "an earlier user message": (tree.HISTORY_EDITED, lambda m: [m[0], user("uno"), *m[2:]]),
     "the last reply's text": (tree.HISTORY_EDITED, lambda m: [*m[:4], assistant("so 4"), *m[5:]]),
-    "the arguments of a call": (
-        tree.HISTORY_EDITED,
-        lambda m: [*m[:2], _with_arguments(m[2], '{"b": 3}'), *m[3:]],
-    ),
-    "the name of a tool": (tree.HISTORY_EDITED, lambda m: [*m[:2], _with_name(m[2], "sub"), *m[3:]]),
-    "a tool's result": (
-        tree.TOOL_RESULT_EDITED,
-        lambda m: [*m[:3], {**m[3], "content": "[result cleared]"}, *m[4:]],
-    ),
+    "the arguments of a call": (tree.HISTORY_EDITED, lambda m: _calling(m, arguments='{"b": 3}')),
+    "the name of a tool": (tree.HISTORY_EDITED, lambda m: _calling(m, name="sub")),
+    "a tool's result": (tree.TOOL_RESULT_EDITED, lambda m: _replaced(m, 3, content="[result cleared]")),
     "a tool's result by its outer white space": (
         tree.TOOL_RESULT_EDITED,
-        lambda m: [*m[:3], {**m[3], "content": "3\n"}, *m[4:]],
+        lambda m: _replaced(m, 3, content="3\n"),
     ),
-    "text beside a tool call": (
-        tree.TEXT_DROPPED,
-        lambda m: [*m[:2], {**m[2], "content": ""}, *m[3:]],
-    ),
+    "text beside a tool call": (tree.TEXT_DROPPED, lambda m: _replaced(m, 2, content="")),
     "a tool call beside text": (
         tree.HISTORY_EDITED,
         lambda m: [*m[:2], assistant(m[2]["content"]), *m[3:]],
@@ -170,25 +161,20 @@ EDITS: dict[str, tuple[str, Callable[[Messages], Messages]]] = {
     "the first turn": (tree.HISTORY_SHORTENED, lambda m: [m[0], *m[3:]]),
     "the first turns for a summary": (
         tree.HISTORY_SHORTENED,
-        lambda m: [m[0], user("so far: 3"), m[4], m[5]],
+        lambda m: [m[0], user("so far: 3"), *m[4:]],
     ),
-    "the system message": (tree.SYSTEM_CHANGED, lambda m: [{**m[0], "content": "other"}, *m[1:]]),
+    "the system message": (tree.SYSTEM_CHANGED, lambda m: _replaced(m, 0, content="other")),
     "no system message": (tree.SYSTEM_CHANGED, lambda m: m[1:]),
 }
 
 
-def _with_arguments(message: dict[str, Any], arguments: str) -> dict[str, Any]:
-    (call,) = message["tool_calls"]
-    return {**message, "tool_calls": [{**call, "function": {**call["function"], "arguments": arguments}}]}
+def _replaced(messages: Messages, place: int, **fields: Any) -> Messages:
+    return [*messages[:place], messages[place] | fields, *messages[place + 1 :]]
 
 
-def _summarised(messages: Messages) -> Messages:
-    return [messages[0], user("so far: 3"), *messages[4:]]
-
-
-def _with_name(message: dict[str, Any], name: str) -> dict[str, Any]:
-    (call,) = message["tool_calls"]
-    return {**message, "tool_calls": [{**call, "function": {**call["function"], "name": name}}]}
+def _calling(messages: Messages, **changes: str) -> Messages:
+    (call,) = messages[2]["tool_calls"]
+    return _replaced(messages, 2, tool_calls=[call | {"function": call["function"] | changes}])
 
 
 @pytest.mark.parametrize("last", ["text", "tool call"])
@@ -204,8 +190,6 @@ def test_an_edited_history_forks_and_says_what_was_edited(book: Book, edit: str,
         messages += [reply, tool_result(reply["tool_calls"][0]["id"], "7")]
         assert extends(book.session.plan(messages, [TOOL]), "call2", "ids")
     cause, change = EDITS[edit]
-    if edit == "the first turns for a summary" and last == "tool call":
-        change = _summarised
     edited = change(messages)
     assert forks(book, edited) == cause
     turn, again = book.ask(edited, book.ids("fine"), [TOOL])
@@ -231,32 +215,36 @@ def test_every_other_fork_has_its_reason(book: Book) -> None:
     assert forks(book, [*few_shot[:2], user("two")], []) == tree.HISTORY_EDITED
 
 
-def _refuse(*_: object) -> None:
-    """As `ChatRenderer.extend` does."""
-
-
 def test_a_chat_format_that_cannot_continue_forks(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
     _, reply = book.ask([user("one")], book.ids("a"))
-    monkeypatch.setattr(book.renderer, "extend", _refuse)
+    monkeypatch.setattr(book.renderer, "extend", lambda *_: None)
     assert forks(book, [user("one"), reply, user("x")], []) == tree.RENDERER_REFUSED
 
 
-def test_siblings_with_equal_text_are_extended_one_each(book: Book) -> None:
+@pytest.fixture
+def follow_up(book: Book) -> Messages:
+    """What continues either of two replies with equal text."""
     turn = book.session.plan([user("one")], [])
     reply = book.answer(turn, book.ids("hello"))
     book.answer(turn, book.marked("hello"))
-    follow_up = [user("one"), reply, user("x")]
+    return [user("one"), reply, user("x")]
+
+
+def test_siblings_with_equal_text_are_extended_one_each(book: Book, follow_up: Messages) -> None:
     turns = [book.session.plan(follow_up, []) for _ in range(3)]
     assert [turn.parent.call_id for turn in turns if turn.parent] == ["call0", "call1", "call1"]
 
 
-def test_a_request_that_failed_leaves_its_sibling_free(book: Book) -> None:
-    turn = book.session.plan([user("one")], [])
-    reply = book.answer(turn, book.ids("hello"))
-    book.answer(turn, book.marked("hello"))
-    failed = book.session.plan([user("one"), reply, user("x")], [])
-    book.session.release(failed)
-    assert extends(book.session.plan([user("one"), reply, user("x")], []), "call0", "equality")
+def test_a_request_that_failed_leaves_its_sibling_free(book: Book, follow_up: Messages) -> None:
+    book.session.release(book.session.plan(follow_up, []))
+    assert extends(book.session.plan(follow_up, []), "call0", "equality")
+
+
+def test_counting_a_prompt_changes_nothing(book: Book, follow_up: Messages) -> None:
+    tokens = asyncio.run(book.session.prompt_tokens(follow_up, []))
+    turn = book.session.plan(follow_up, [])
+    assert extends(turn, "call0", "equality")
+    assert tokens == len(turn.prompt) // 4
 
 
 def test_siblings_are_distinguished_by_the_ids_of_earlier_turns(book: Book) -> None:
@@ -270,15 +258,6 @@ def test_siblings_are_distinguished_by_the_ids_of_earlier_turns(book: Book) -> N
         assert extends(book.session.plan(messages, [TOOL]), call_id, "equality")
 
 
-def test_parallel_conversations_with_equal_openings_keep_to_their_own(book: Book) -> None:
-    turns = [book.session.plan([user("one")], []) for _ in range(3)]
-    replies = [book.answer(turn, book.ids(text)) for turn, text in zip(turns, "abc", strict=True)]
-    for index in (2, 0, 1):
-        turn = book.session.plan([user("one"), replies[index], user("x")], [])
-        assert extends(turn, f"call{index}", "equality")
-    assert [call.fork_reason for call in book.calls] == [None, None, None]
-
-
 def test_ids_work_after_a_restart(book: Book) -> None:
     messages, _ = tool_turn(book)
     tool_turn(book)
@@ -286,13 +265,3 @@ def test_ids_work_after_a_restart(book: Book) -> None:
     assert extends(book.session.plan(messages, [TOOL]), "call0", "ids")
     conversation = book.session.messages_of("call0")
     assert conversation == [*messages[:2], {**messages[2], "id": "call0"}]
-
-
-def test_counting_a_prompt_changes_nothing(book: Book) -> None:
-    turn = book.session.plan([user("one")], [])
-    replies = [book.answer(turn, book.ids("hello")), book.answer(turn, book.marked("hello"))]
-    follow_up = [user("one"), replies[0], user("x")]
-    tokens = asyncio.run(book.session.prompt_tokens(follow_up, []))
-    turn = book.session.plan(follow_up, [])
-    assert extends(turn, "call0", "equality")
-    assert tokens == len(turn.prompt) // 4

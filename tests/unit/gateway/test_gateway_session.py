@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,22 +31,6 @@ def test_a_turn_extends_the_sampled_ids_exactly(book: Book) -> None:
     # `hello` encodes to one token, so a re-rendered history would differ.
     assert len(book.renderer.tokenizer.encode("hello")) == 1
     assert full_prompts(book.calls)["call1"] == second.prompt
-
-
-def test_a_turn_costs_what_it_adds(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[int] = []
-    extend = book.renderer.extend
-
-    def spy(tail: list[int], sampled: list[int], *rest: Any) -> list[int] | None:
-        given.append(len(tail) + len(sampled))
-        return extend(tail, sampled, *rest)
-
-    monkeypatch.setattr(book.renderer, "extend", spy)
-    messages = [user("one")]
-    for _ in range(20):
-        _, reply = book.ask(messages, book.ids("hello"))
-        messages += [reply, user("more")]
-    assert len(set(given[1:])) == 1
 
 
 def test_a_model_without_a_renderer_is_refused_by_name(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from asgi_caller import AsgiCaller
+from event_streams import events_of
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from interchange_helpers import until
 from tinkerscript.gateway import streamed_reply
@@ -21,20 +22,12 @@ from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add"}}]
 KEY = {"authorization": "Bearer key"}
-BODY = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True}
 
 
-def events_of(text: str) -> list[Any]:
+async def chunks(bench: Bench, **fields: Any) -> list[Any]:
     """The data of each event; the last one is `[DONE]` or an error."""
-    data = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
-    return [each if each == "[DONE]" else json.loads(each) for each in data]
-
-
-async def chunks(bench: Bench, *args: Any, **fields: Any) -> list[Any]:
-    response = await bench.post(*args, stream=True, **fields)
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    return events_of(response.text)
+    return events_of(await bench.post(stream=True, **fields))
 
 
 def deltas(events: list[Any], index: int = 0) -> list[dict[str, Any]]:
@@ -56,27 +49,29 @@ async def test_a_stream_is_openais(bench: Bench) -> None:
     assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 9 + ["stop"]
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     assert {event["usage"] for event in events} == {None}
-    assert usage["choices"] == []
     (call,) = bench.calls
-    assert usage["usage"]["completion_tokens"] == len(call.sampled_ids)
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], len(call.sampled_ids))
     assert {event["id"] for event in events} == {f"chatcmpl-{call.call_id}"}
     assert (events[-1]["system_fingerprint"], events[-1]["model"]) == ("policy-3", "tiny")
     assert "usage" not in (await chunks(bench))[0]
 
 
-async def test_a_streamed_message_is_found_again(bench: Bench) -> None:
-    """The text of all deltas extends the recorded ids in the next turn."""
-    bench.answer = "<think>\nhm \n</think>\n\nSo: é "
-    events = await chunks(bench)
-    message = {
-        "role": "assistant",
-        "content": joined(events, "content"),
-        "reasoning_content": joined(events, "reasoning_content"),
-    }
-    assert (message["content"], message["reasoning_content"]) == ("So: é", "hm")
-    await bench.ask([{"role": "user", "content": "hi"}, message, {"role": "user", "content": "more"}])
-    first, second = bench.calls
-    assert second.parent_id == first.call_id
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_id_that_ends_a_reply_is_no_part_of_its_text(bench: Bench, stream: bool) -> None:
+    """Its turn goes on from the sampled ids all the same."""
+    colon = bench.tokenizer.encode(":")[0]
+    sampled = bench.tokenizer.encode("Observation:")
+    bench.use(ScriptedSampler(lambda _: sampled))
+    response = await bench.post(stop_token_ids=[colon], stream=stream)
+    (call,) = bench.calls
+    if stream:
+        text = joined(events_of(response), "content")
+    else:
+        text = response.json()["choices"][0]["message"]["content"]
+    assert (text, call.sampled_ids.tolist(), call.stop_reason) == ("Observation", sampled, "stop")
+    said = [{"role": "assistant", "content": text}, {"role": "user", "content": "it rains"}]
+    await bench.ask([*BODY["messages"], *said])
+    assert bench.calls[1].parent_id == call.call_id
 
 
 async def test_tool_calls_come_at_the_end(bench: Bench) -> None:
@@ -86,34 +81,18 @@ async def test_tool_calls_come_at_the_end(bench: Bench) -> None:
     assert joined(events, "content") == "so"
     *_, called, end = deltas(events)
     assert end == {}
-    assert [each["index"] for each in called["tool_calls"]] == [0, 1]
-    assert {each["function"]["arguments"] for each in called["tool_calls"]} == {'{"a": 1}'}
+    recorded = json.loads(bench.calls[0].reply)["tool_calls"]
+    assert called["tool_calls"] == [{"index": index, **each} for index, each in enumerate(recorded)]
+    assert {each["function"]["arguments"] for each in recorded} == {'{"a": 1}'}
     assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
-    recorded = json.loads(bench.calls[0].reply)
-    assert [each["id"] for each in recorded["tool_calls"]] == [each["id"] for each in called["tool_calls"]]
 
 
-async def test_before_the_first_event_an_error_is_an_ordinary_one(bench: Bench) -> None:
-    response = await bench.post("x" * 5000, stream=True)
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
-
-
+@pytest.mark.usefixtures("lose_claim")
 async def test_a_claim_that_is_lost_midway_ends_the_stream_with_the_reason(bench: Bench) -> None:
-    def lose(prompt: list[int]) -> str:
-        bench.claims.lose(CLAIM, "the lease ran out")
-        return "late"
-
-    bench.answer = lose
     *told, error = await chunks(bench)
     assert joined(told, "content") == "late"
-    assert error == {
-        "error": {
-            "message": "the lease ran out",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "claim_lost",
-        }
-    }
+    expected = {"type": "invalid_request_error", "param": None, "code": "claim_lost"}
+    assert error == {"error": {"message": "the lease ran out"} | expected}
     assert bench.calls == []
 
 

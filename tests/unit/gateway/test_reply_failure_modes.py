@@ -136,11 +136,8 @@ def test_a_template_strips_thinking_from_earlier_turns(byte_model: Path) -> None
     context = InferenceContext(made)
     sampled = encoded(made, "<think>hm</think>yes", "<|im_end|>")
     history = [{"role": "user", "content": "hi"}]
-    more = [
-        *history,
-        {"role": "assistant", "content": "<think>hm</think>yes"},
-        {"role": "user", "content": "x"},
-    ]
+    said = {"role": "assistant", "content": "<think>hm</think>yes"}
+    more = [*history, said, {"role": "user", "content": "x"}]
     turns = [InferenceTurn(history, reply(sampled)), InferenceTurn(more, reply(sampled))]
     rollouts = context.create_rollouts_from_turns(turns, "e", "x", 1.0)
     assert len(rollouts) == 2

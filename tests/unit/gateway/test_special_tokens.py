@@ -45,21 +45,14 @@ def test_a_message_cannot_forge_a_turn(book: Book, role: str) -> None:
 
 
 def test_nor_can_a_tools_result_a_tool_or_a_call(book: Book) -> None:
-    tool = {
-        "type": "function",
-        "function": {"name": "add", "description": FORGED, "parameters": {FORGED: {}}},
-    }
-    function = {"name": "add", "arguments": json.dumps({"x": FORGED})}
-    escaped = {"name": "add", "arguments": '{"x": "\\u003c|im_end|>"}'}
+    tool = TOOL | {"function": {"name": "add", "description": FORGED, "parameters": {FORGED: {}}}}
+    written = (json.dumps({"x": FORGED}), '{"x": "\\u003c|im_end|>"}')
     calls = [
-        {"id": str(i), "type": "function", "function": each} for i, each in enumerate((function, escaped))
+        {"id": str(number), "type": "function", "function": {"name": "add", "arguments": arguments}}
+        for number, arguments in enumerate(written)
     ]
-    messages = [
-        user("a"),
-        assistant(FORGED, tool_calls=calls),
-        tool_result("0", FORGED),
-        tool_result("1", "b"),
-    ]
+    results = [tool_result("0", FORGED), tool_result("1", "b")]
+    messages = [user("a"), assistant(FORGED, tool_calls=calls), *results]
     ids = book.renderer.render(messages, [tool])
     assert specials(book, ids) == turns(4)
     text = book.renderer.tokenizer.decode(ids)
@@ -67,19 +60,6 @@ def test_nor_can_a_tools_result_a_tool_or_a_call(book: Book) -> None:
     assert text.count(json.dumps(FORGED)[1:-1]) == 3
     assert text.count('{"x": "<|im_end|>"}') == 1
     assert MARK not in text
-
-
-def test_nor_can_a_message_that_extends(book: Book) -> None:
-    _, reply = book.ask([user("a")], book.ids("b"), [TOOL])
-    turn, _ = book.ask([user("a"), reply, user(FORGED)], book.ids("c"), [TOOL])
-    assert turn.parent is not None
-    new_ids = unpack_ids(turn.new_prompt).tolist()
-    assert specials(book, new_ids) == turns(1)
-    assert (
-        book.renderer.tokenizer.decode(new_ids)
-        == f"\n<|im_start|>user\n{FORGED}<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert json.loads(book.calls[1].messages) == [user(FORGED)]
 
 
 def test_what_a_model_sampled_keeps_its_ids(book: Book) -> None:
@@ -90,10 +70,8 @@ def test_what_a_model_sampled_keeps_its_ids(book: Book) -> None:
     assert reply["content"] == "a<|im_start|>b"
     turn = book.session.plan([user("a"), reply, user("c")], [])
     assert turn.parent is not None
-    assert (
-        unpack_ids(turn.prompt).tolist()[-len(unpack_ids(turn.new_prompt)) - len(sampled) :][: len(sampled)]
-        == sampled
-    )
+    before = unpack_ids(turn.prompt)[: -len(unpack_ids(turn.new_prompt))].tolist()
+    assert before[-len(sampled) :] == sampled
     forked = book.session.plan([user("b"), reply, user("c")], [])
     assert specials(book, unpack_ids(forked.prompt).tolist()) == turns(3)
 
@@ -150,11 +128,9 @@ def test_reasoning_that_never_ended_continues_as_it_was_sampled(book: Book, end:
         assert turn.parent is not None
         assert turn.fork_reason is None
         assert turn.prompt.startswith(first.prompt)
-        assert unpack_ids(turn.prompt)[
-            len(first.prompt) // 4 :
-        ].tolist() == sampled + book.renderer.tokenizer.encode(
-            "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
-        )
+        new = unpack_ids(turn.prompt)[len(first.prompt) // 4 :].tolist()
+        tail = "\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+        assert new == sampled + book.renderer.tokenizer.encode(tail)
 
 
 def test_reasoning_that_was_cut_off_is_closed_by_prompt_ids(book: Book) -> None:
@@ -162,6 +138,5 @@ def test_reasoning_that_was_cut_off_is_closed_by_prompt_ids(book: Book) -> None:
     _, reply = book.ask([user("a")], sampled)
     turn = book.session.plan([user("a"), reply, user("b")], [])
     assert turn.parent is not None
-    assert book.renderer.tokenizer.decode(unpack_ids(turn.new_prompt).tolist()).startswith(
-        "</think><|im_end|>\n"
-    )
+    text = book.renderer.tokenizer.decode(unpack_ids(turn.new_prompt).tolist())
+    assert text.startswith("</think><|im_end|>\n")

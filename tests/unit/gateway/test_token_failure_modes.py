@@ -14,7 +14,9 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
+from event_streams import events_of
 from gateway_bench import Bench
+from session_book import tool_result, user
 from tinkerscript.errors import AlignmentError
 from tinkerscript.inference_ctx.choices import read_choice
 from tinkerscript.rollouts.alignment import find_errors
@@ -26,10 +28,6 @@ from tiny_tokenizer import write_model_folder
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "set", "parameters": {"type": "object", "properties": {}}}}
 ]
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 class Talk:
@@ -100,7 +98,7 @@ async def test_thinking_inside_a_tool_cycle(talk: Talk) -> None:
     first = await talk.say(answer, user("go"), tools=TOOLS, max_tokens=200)
     first["message"].pop("reasoning_content")
     (call,) = first["message"]["tool_calls"]
-    await talk.say("ok", {"role": "tool", "tool_call_id": call["id"], "content": "1"}, tools=TOOLS)
+    await talk.say("ok", tool_result(call["id"], "1"), tools=TOOLS)
     assert talk.rollout().sampled.sum() == sum(len(call.sampled_ids) for call in talk.calls)
 
 
@@ -124,13 +122,11 @@ async def test_white_space_around_thinking_and_content_normalised(talk: Talk, an
 )
 async def test_tool_call_json_serialised_again(talk: Talk, arguments: str, sent: str) -> None:
     """As sampled, dumped, or with sorted keys: three texts, one call, and the sampled ids stay."""
-    answer = '<tool_call>\n{"name": "set", "arguments": ARGUMENTS}\n</tool_call>'.replace(
-        "ARGUMENTS", arguments
-    )
+    answer = f'<tool_call>\n{{"name": "set", "arguments": {arguments}}}\n</tool_call>'
     choice = await talk.say(answer, user("go"), tools=TOOLS, max_tokens=200)
     (call,) = choice["message"]["tool_calls"]
     call["function"]["arguments"] = sent
-    await talk.say("ok", {"role": "tool", "tool_call_id": call["id"], "content": "1"}, tools=TOOLS)
+    await talk.say("ok", tool_result(call["id"], "1"), tools=TOOLS)
     assert arguments in talk.text(0)
     assert len(talk.rollout().segments) == 2
 
@@ -148,7 +144,7 @@ async def test_false_becomes_False_in_xml_templates(tmp_path: Path) -> None:
     choice = await talk.say(answer, user("go"), **fields)
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["arguments"] == '{"on": false}'
-    await talk.say("</think>ok", {"role": "tool", "tool_call_id": call["id"], "content": "1"}, **fields)
+    await talk.say("</think>ok", tool_result(call["id"], "1"), **fields)
     text = talk.bench.tokenizer.decode(talk.rollout().tokens)
     assert "<parameter=on>\nfalse\n</parameter>" in text
     assert "False" not in text
@@ -160,8 +156,7 @@ async def test_text_beside_a_tool_call_dropped_by_the_parser(talk: Talk) -> None
     choice = await talk.say(answer, user("go"), tools=TOOLS, max_tokens=200)
     assert choice["message"]["content"] == "let me\nnow"
     (call,) = choice["message"]["tool_calls"]
-    result = {"role": "tool", "tool_call_id": call["id"], "content": "1"}
-    await talk.say("ok", result, tools=TOOLS)
+    await talk.say("ok", tool_result(call["id"], "1"), tools=TOOLS)
     assert talk.text(0) == answer + "<|im_end|>"
     assert len(talk.rollout().segments) == 2
 
@@ -226,9 +221,8 @@ async def test_equal_siblings_are_distinct_samples(talk: Talk) -> None:
 
 async def streamed(talk: Talk, answer: str, **fields: Any) -> list[ChatCompletionChunk]:
     talk.bench.answer = answer
-    response = await talk.bench.post(stream=True, **fields)
-    data = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")]
-    return [ChatCompletionChunk.model_validate_json(line) for line in data]
+    *events, _ = events_of(await talk.bench.post(stream=True, **fields))
+    return [ChatCompletionChunk.model_validate(event) for event in events]
 
 
 def accumulated(chunks: list[ChatCompletionChunk]) -> Any:
@@ -284,12 +278,9 @@ def test_merging_on_text_trains_tokens_under_a_prefix_never_seen() -> None:
     """`hell` `o` and `hello`: one text, two token sequences. The second call saw the latter."""
     hell, o, hello = 1, 2, 3
     first, second = call_of([9], [hell, o]), call_of([9, hello, 8], [7])
-    rollouts = merge_calls([first, second], episode_uuid="e")
-    assert [rollout.tokens.tolist() for rollout in rollouts] == [[9, hell, o], [9, hello, 8, 7]]
-    assert [rollout.sampled.tolist() for rollout in rollouts] == [
-        [False, True, True],
-        [False, False, False, True],
-    ]
+    one, other = merge_calls([first, second], episode_uuid="e")
+    assert (one.tokens.tolist(), other.tokens.tolist()) == ([9, hell, o], [9, hello, 8, 7])
+    assert [rollout.sampled.nonzero()[0].tolist() for rollout in (one, other)] == [[1, 2], [3]]
 
 
 def errors_of(call: Call) -> list[str]:
@@ -299,9 +290,8 @@ def errors_of(call: Call) -> list[str]:
 
 def test_raw_logprobs_are_taken_for_processed_ones() -> None:
     """One token at T=0.6 with top-p is -1.440, -1.875 or -1.840: none converts into another."""
-    assert errors_of(call_of([1], [2], temperature=0.6, logprob_kind="raw")) == [
-        "raw_logprobs_at_temperature"
-    ]
+    raw = call_of([1], [2], temperature=0.6, logprob_kind="raw")
+    assert errors_of(raw) == ["raw_logprobs_at_temperature"]
     assert errors_of(call_of([1], [2], temperature=1.0, logprob_kind="raw")) == []
 
 

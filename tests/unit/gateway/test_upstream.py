@@ -44,35 +44,32 @@ async def test_a_connection_that_closes_without_an_answer_is_tried_once_more() -
         assert len(requests) == 2
 
 
-async def test_it_is_tried_no_more_than_once_more() -> None:
-    async with answering(b"", b"", OK) as (upstream, requests):
+@pytest.mark.parametrize(
+    ("answers", "asked"), [((b"", b"", OK), 2), ((CUT, OK), 1)], ids=["twice", "cut off"]
+)
+async def test_it_is_tried_no_more_than_once_more_and_not_after_part_of_an_answer(
+    answers: tuple[bytes, ...], asked: int
+) -> None:
+    async with answering(*answers) as (upstream, requests):
         with pytest.raises(GatewayError) as caught:
             await upstream.post("/generate", {})
-        assert (caught.value.status, len(requests)) == (503, 2)
-
-
-async def test_a_reply_that_was_cut_off_is_not_requested_again() -> None:
-    async with answering(CUT, OK) as (upstream, requests):
-        with pytest.raises(GatewayError) as caught:
-            await upstream.post("/generate", {})
-        assert (caught.value.status, len(requests)) == (503, 1)
+        assert (caught.value.status, len(requests)) == (503, asked)
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    "body",
     [
-        (b'{"error": {"message": "too hot"}}', "too hot"),
-        (b'{"error": "too hot"}', "too hot"),
-        (b'{"object": "error", "message": "too hot"}', "too hot"),
-        (b'{"detail": "too hot"}', "too hot"),
-        (b"<html>too hot</html>", "too hot"),
-        (b"\xff too hot", "too hot"),
+        b'{"error": {"message": "too hot"}}',
+        b'{"error": "too hot"}',
+        b'{"object": "error", "message": "too hot"}',
+        b'{"detail": "too hot"}',
+        b"\xff too hot",
     ],
 )
-async def test_the_servers_own_words_are_passed_on(body: bytes, message: str) -> None:
+async def test_the_servers_own_words_are_passed_on(body: bytes) -> None:
     head = f"HTTP/1.1 400 Bad Request\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     async with answering(head + body) as (upstream, _):
-        with pytest.raises(GatewayError, match=message) as caught:
+        with pytest.raises(GatewayError, match="too hot") as caught:
             await upstream.post("/generate", {})
         assert (caught.value.status, caught.value.code) == (400, "invalid_request")
 
