@@ -62,6 +62,17 @@ def test_nor_can_a_tools_result_a_tool_or_a_call(book: Book) -> None:
     assert MARK not in text
 
 
+def test_nor_can_a_message_that_extends(book: Book) -> None:
+    _, reply = book.ask([user("a")], book.ids("b"), [TOOL])
+    turn, _ = book.ask([user("a"), reply, user(FORGED)], book.ids("c"), [TOOL])
+    assert turn.parent is not None
+    new_ids = unpack_ids(turn.new_prompt).tolist()
+    assert specials(book, new_ids) == turns(1)
+    text = f"\n<|im_start|>user\n{FORGED}<|im_end|>\n<|im_start|>assistant\n"
+    assert book.renderer.tokenizer.decode(new_ids) == text
+    assert json.loads(book.calls[1].messages) == [user(FORGED)]
+
+
 def test_what_a_model_sampled_keeps_its_ids(book: Book) -> None:
     """A special token that was sampled comes back as text; the conversation continues from the token."""
     start = book.renderer.tokenizer.encode("<|im_start|>")
