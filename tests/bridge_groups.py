@@ -61,7 +61,7 @@ class Held(Scripted):
 def solving(solve: Solver) -> Callable[[], Solver]:
     """Makes a registered solver of its function."""
 
-    @solver(name=solve.__name__)
+    @solver(name=getattr(solve, "__name__", ""))
     def make() -> Solver:
         return solve
 
@@ -71,7 +71,7 @@ def solving(solve: Solver) -> Callable[[], Solver]:
 def scoring(score: Scorer) -> Callable[[], Scorer]:
     """Makes a registered scorer of its function."""
 
-    @scorer(metrics=[accuracy()], name=score.__name__)
+    @scorer(metrics=[accuracy()], name=getattr(score, "__name__", ""))
     def make() -> Scorer:
         return score
 

@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 
 from gateway_bench import CLAIM, SAMPLING
+from tinkerscript.config import SamplingConfig
 from tinkerscript.errors import ConfigError
 from tinkerscript.gateway.endpoint import Gateway, create_gateway
 from tinkerscript.gateway.rendering import ChatRenderer
@@ -22,13 +23,20 @@ from tinkerscript.sampler import Sampler
 from tinkerscript.testing import MemoryClaimBook, ScriptedSampler
 
 
-def create(folder: Path, sampler: Sampler, claims: MemoryClaimBook | None = None, **more: Any) -> Gateway:
+def create(
+    folder: Path,
+    sampler: Sampler,
+    claims: MemoryClaimBook | None = None,
+    sampling: SamplingConfig = SAMPLING,
+    **more: Any,
+) -> Gateway:
     return create_gateway(
         claims=claims or MemoryClaimBook({"key": CLAIM}),
         sampler=sampler,
         model_folder=folder,
         model_name="own",
-        **{"sampling": SAMPLING, **more},
+        sampling=sampling,
+        **more,
     )
 
 
