@@ -6,6 +6,7 @@ The prompts are shorter than a window, and three windows long.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,6 @@ from tinkerscript.rollouts.trainers import packed_experts
 
 PROMPTS = [[5, 6, 7], [2 + (7 * i) % 61 for i in range(48)]]
 REPLY = 20
-
-
-@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
-def family(request: pytest.FixtureRequest) -> Family:
-    return request.param
 
 
 @pytest.fixture
@@ -61,7 +57,6 @@ def gap(engine: EmbeddedEngine, training: EmbeddedTrainingClient) -> np.ndarray:
             for sequence in future.result().sequences
         ]
         prompts = [[*prompt, *sequence.tokens, 8] for prompt, sequence in replies]
-    assert engine.max_context == CONTEXT
     output = training.forward([sft_datum(prompt + each.tokens) for prompt, each in replies], "cross_entropy")
     return np.abs(
         [
@@ -71,17 +66,28 @@ def gap(engine: EmbeddedEngine, training: EmbeddedTrainingClient) -> np.ndarray:
     )
 
 
-def test_the_sampler_is_the_trainer_at_full_context(family: Family, folder: Path, tmp_path: Path) -> None:
-    with EmbeddedEngine(folder, checkpoint_dir=tmp_path) as engine:
-        assert gap(engine, engine.create_training_client()).max() < 1e-5
-        assert engine.shares_prefixes == family.shares
-        assert engine.is_fused == family.is_fused
+def each_family(families: list[Family], *, in_ci: Iterable[Family] = FAMILIES) -> pytest.MarkDecorator:
+    """A test of every one of `families`; of those that are not `in_ci`, with the mark `long`."""
+    return pytest.mark.parametrize(
+        "family",
+        [
+            pytest.param(each, id=each.name, marks=[] if each in in_ci else [pytest.mark.long])
+            for each in families
+        ],
+    )
 
 
-def test_a_lora_trains(family: Family, folder: Path, tmp_path: Path) -> None:
+@each_family(FAMILIES)
+def test_the_sampler_is_the_trainer_before_and_after_a_step_of_a_lora(
+    family: Family, folder: Path, tmp_path: Path
+) -> None:
     lora = LoraSettings(4, targets=family.targets)
     with EmbeddedEngine(folder, checkpoint_dir=tmp_path, lora=lora) as engine:
+        assert engine.max_context == CONTEXT
+        assert engine.shares_prefixes == family.shares
+        assert engine.is_fused == family.is_fused
         training = engine.create_training_client()
+        assert gap(engine, training).max() < 1e-5
         data = [sft_datum(prompt) for prompt in PROMPTS]
         before = training.forward_backward(data, "cross_entropy").result().metrics["loss:sum"]
         training.optim_step(tinker.AdamParams(learning_rate=0.01)).result()
@@ -89,8 +95,9 @@ def test_a_lora_trains(family: Family, folder: Path, tmp_path: Path) -> None:
         assert gap(engine, training).max() < 1e-5
 
 
+@each_family([family for family in FAMILIES if family.is_mixture])
 def test_what_a_mixture_chose_is_replayed(family: Family, folder: Path, tmp_path: Path) -> None:
-    if not (family.is_mixture and family.replays):
+    if not family.replays:
         with pytest.raises(EngineError, match=r"engine\.routing_replay: .* leave it out"):
             EmbeddedEngine(folder, checkpoint_dir=tmp_path, routing_replay=True)
         return
@@ -115,8 +122,12 @@ def test_what_a_mixture_chose_is_replayed(family: Family, folder: Path, tmp_path
                 assert np.abs(first[1] - row.logprobs).max() > 1e-3
 
 
+OF_EACH_KIND = {(each.is_fused, each.is_mixture, each.kinds): each for each in FAMILIES}.values()
+"""One of the families that have the same kinds of layers."""
+
+
+@each_family(FAMILIES, in_ci=OF_EACH_KIND)
 def test_bfloat16_diverges_by_rounding_alone(family: Family, folder: Path, tmp_path: Path) -> None:
-    with EmbeddedEngine(
-        folder, checkpoint_dir=tmp_path, dtype="bfloat16", lora=LoraSettings(4, targets=family.targets)
-    ) as engine:
+    lora = LoraSettings(4, targets=family.targets)
+    with EmbeddedEngine(folder, checkpoint_dir=tmp_path, dtype="bfloat16", lora=lora) as engine:
         assert gap(engine, engine.create_training_client()).mean() < 0.02
