@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 import re
+import socket
 import subprocess
 import tarfile
 import zipfile
@@ -16,7 +17,7 @@ import pytest
 
 from command_line import ROOT
 from fake_hub import FakeHub
-from newcomer import CONFIG, END_S, Installation, Shell, interrupted
+from newcomer import CONFIG, END_S, Installation, Shell, environment, interrupted
 from other_models import TASK as WORDS
 from other_models import write_model
 
@@ -63,30 +64,44 @@ def test_from_init_to_an_episode_on_the_screen(shell: Shell) -> None:
     assert "tinkerscript train mine/train.yaml\n" in text
     with_agent = re.findall(r"tinkerscript (train mine/train.yaml --set workers.script=mine/agent.py)$", text)
     assert shell.run("init", "mine")[0] == 2, "nothing is overwritten"
-    short = ["--set=training.steps=2", "--set=evaluation.episodes=20", "--set=training.inspect_log_every=1"]
-    port = "--set=interchange_server.interchange_server_port=0"
+    short = ["--set=training.steps=1", "--set=training.groups_per_step=4", "--set=workers.count=1"]
+    short += ["--set=training.inspect_log_every=1", "--set=interchange_server.interchange_server_port=0"]
     # From another folder than the config's: its paths are relative to itself.
-    code, text = shell.run("train", "mine/train.yaml", *short, port)
+    code, text = shell.run("train", "mine/train.yaml", *short, "--set=evaluation.episodes=8")
     assert code == 0, text
     assert "held-out score after" in text
     latest = shell.folder / "runs" / "latest"
     assert latest.is_symlink()
     assert (latest / "learning_curve.png").stat().st_size
-    assert len(list((latest / "inspect").glob("*.eval"))) == 4, "two evaluations and two steps"
+    assert len(list((latest / "inspect").glob("*.eval"))) == 3, "two evaluations and a step"
     for line in (latest / "metrics.jsonl").read_text().splitlines():
         assert all(math.isfinite(value) for value in json.loads(line).values())
     code, text = shell.run("show", "runs/latest")
-    assert (code, "finished after 2 steps" in text) == (0, True), text
+    assert (code, "finished after 1 step" in text) == (0, True), text
     (uuid, *_) = re.findall(r"^ +([0-9a-f]{8}) ", text, flags=re.MULTILINE)
     code, text = shell.run("show", "runs/latest", uuid)
     assert (code, "── assistant" in text) == (0, True), text
-    assert shell.run("show", "runs/latest", "zz")[0] == 2
-    code, text = shell.run(*with_agent[0].split(), "--set=training.steps=1", *short[1:], port)
+    code, text = shell.run(*with_agent[0].split(), *short, "--set=evaluation.episodes=0")
     assert code == 0, text
     assert str(shell.folder / "mine" / "agent.py") in (latest / "config.yaml").read_text()
     lines = gzip.decompress((latest / "rollouts" / "step_0001.jsonl.gz").read_bytes()).splitlines()
     rewards = [json.loads(line)["reward"] for line in lines]
-    assert (len(rewards), set(rewards)) == (16 * 8, {0.0, 1.0}), "the agent's own"
+    assert (len(rewards), set(rewards)) == (4 * 8, {0.0, 1.0}), "the agent's own"
+
+
+def test_the_readmes_program_trains_in_one_process(shell: Shell) -> None:
+    """As printed, but shorter; the README's agent is in the test of bare machines."""
+    program, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    for size, less in (("steps=3", "steps=1"), ("episodes=100", "episodes=8")):
+        assert size in program
+        program = program.replace(size, less)
+    (shell.folder / "examples").symlink_to(ROOT / "examples")
+    command = [shell.program.parent / "python", "-c", program]
+    said = subprocess.check_output(command, cwd=shell.folder, env=environment(), text=True)
+    assert "'before': " in said
+    assert "'after': " in said
+    summary = json.loads((shell.folder / "runs" / "latest" / "summary.json").read_text())
+    assert summary["train_episodes"] == 8 * 8
 
 
 @pytest.mark.long
@@ -145,3 +160,44 @@ def test_bare_machines_run_the_episodes_of_a_server(shell: Shell, installation: 
     assert interrupted(serving)[1] < END_S
     code, text = bare.run("train", "run.yaml")
     assert (code, "pip install 'tinkerscript[all]'" in text) == (2, True), text
+
+
+def test_a_wait_for_a_service_is_named_and_ctrl_c_ends_it(shell: Shell) -> None:
+    with socket.socket() as silent:  # It accepts connections and never answers.
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        service = ["--set=engine.backend=tinker", f"--set=engine.base_url={url}"]
+        training = shell.start("train", "run.yaml", *service, TINKER_API_KEY="tml-x")
+        training.until(lambda: f"waiting for the Tinker service ({url})" in training.text(), seconds=60)
+        code, seconds = interrupted(training)
+    assert (code, seconds < END_S) == (130, True), training.text()
+
+
+@pytest.mark.long
+def test_a_step_that_trains_nothing_says_why(shell: Shell) -> None:
+    code, text = shell.run("train", "run.yaml", "--set=task.name=tasks.py@equal")
+    assert code == 3, text
+    assert "step 1 trained nothing: in each of the 2 groups all rewards are equal (all are 0.5)" in text
+
+
+@pytest.mark.long
+def test_a_stopped_run_has_its_last_step(shell: Shell) -> None:
+    long = ["--set=training.steps=500", "--set=training.checkpoint_every=100", "--set=evaluation.episodes=0"]
+    training = shell.start("train", "run.yaml", *long)
+    run = shell.folder / "runs" / "latest"
+    metrics = run / "metrics.jsonl"
+    training.until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
+    code, seconds = interrupted(training)
+    assert (code, seconds < END_S) == (130, True), training.text()
+    folder = run.resolve()
+    assert f"stopping; resume with: tinkerscript train --resume runs/{folder.name}" in training.text()
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    saved = [path.name for path in (run / "checkpoints").iterdir()]
+    assert saved == [f"step_{max(steps):04d}"]
+    code, text = shell.run("train", "--resume", "runs/latest", f"--set=training.steps={max(steps) + 1}")
+    assert (code, f"run folder         runs/{folder.name} " in text) == (0, True), text
+    assert (run.resolve(), json.loads((run / "summary.json").read_text())["steps"]) == (
+        folder,
+        max(steps) + 1,
+    )
