@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from command_line import ROOT
+from written_run import WrittenRun, said
 
 HIDE = """
 import sys
@@ -36,49 +37,11 @@ class Without:
 sys.meta_path[:] = map(Without, sys.meta_path)
 """
 
-LEDGER = """
-import asyncio
-from pathlib import Path
-
-from tinkerscript.ledger.rows import AttemptRow, EpisodeRow, ResultRow
-from tinkerscript.ledger.sqlite import SqliteLedger
-from tinkerscript.rollouts.call import Call, pack_ids, pack_logprobs
+READ_BACK = """
 from datasets import Dataset
 
 from tinkerscript.rollouts.parquet import from_table, read_parquet
 
-UNUSED = {"episode_type": "train", "pool": "", "group_size": 2, "step": 1, "position": 0, "forgiven": 0}
-UNUSED |= {"sample": b"", "digest": b"", "result_digest": b"", "ended_at": 0.0, "label": "", "failure": ""}
-UNUSED |= {"is_success": None, "offered": 0, "consumed": 0, "dropped": 0, "emptied": 0, "undone": 0}
-
-async def write():
-    ledger = SqliteLedger(Path("run/ledger.sqlite"))
-    for number, name in enumerate(("a", "b"), 1):
-        episode = EpisodeRow(
-            sequence=number, uuid=name, group_id="g", state="ended", reward=1.0, end_number=number, **UNUSED
-        )
-        attempt = AttemptRow(
-            episode=number, attempt=1, client="c", request_id="", claimed_at=0.0, queued_s=None,
-            policy_version=0, lease_s=1.0, failure=None
-        )
-        call = Call(
-            call_id=name,
-            parent_id=None,
-            new_prompt=pack_ids([1, 2]),
-            sampled=pack_ids([3, 4]),
-            logprobs=pack_logprobs([-0.5, -1.0]),
-            stop_reason="stop",
-            policy_version=0,
-        )
-        ledger.note([episode, attempt, ResultRow(episode=number, result=b"{}")])
-        ledger.put_call(number, 1, call)
-    await ledger.durable()
-    await ledger.close()
-
-asyncio.run(write())
-"""
-
-READ_BACK = """
 def sequences(groups):
     episodes = [episode for group in groups for episode in group.episodes]
     return [(e.episode_uuid, e.reward, r.tokens.tolist()) for e in episodes for r in e.rollouts]
@@ -145,6 +108,8 @@ def test_the_engine_needs_its_own_extra_alone(tmp_path: Path, extras: list[str],
 
 
 def test_rollouts_become_files_with_their_extra_alone(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
+    with WrittenRun(tmp_path / "run") as run:
+        for name in ("a", "b"):
+            run.episode(name, [said(None, [1, 2], [3, 4], "1+1?", "2")])
     program = printed("rollouts.md", "recorded_groups(").replace("runs/2026-01-01_12-00-00", "run")
-    alone(tmp_path, LEDGER + program + READ_BACK, "datasets")
+    alone(tmp_path, program + READ_BACK, "datasets")

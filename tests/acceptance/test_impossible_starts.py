@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from command_line import DEMO, ROOT, SHORT, as_options, start
+from command_line import DEMO, SHORT, as_options, start
 from newcomer import TASKS
 from run_ledger import ask
 from tinkerscript.cli import app
@@ -116,7 +116,6 @@ STARTS = {
     "a GGUF file": new(
         "small.gguf cannot be read as a GGUF model", spoil=gguf, **{"engine.model": "small.gguf"}
     ),
-    "a folder without a model": new("another' has no config.json", **{"engine.model": "another"}),
     "no GPU": new("engine.device: 'cuda'", "cpu", **{"engine.device": "cuda"}),
     "no run to resume": Start(["--resume", "nowhere"], ["there is no run in nowhere"]),
     "half a ledger": resumed(half_of(LEDGER_FILE), f"one/{LEDGER_FILE} cannot be read", "whole ledger back"),
@@ -126,19 +125,12 @@ STARTS = {
     "another run's ledger": resumed(of_another(LEDGER_FILE), LEDGER_FILE, "from another run"),
     "another run's checkpoint": resumed(of_another("checkpoints/step_0003"), "step_0003", "from another run"),
     "no whole checkpoint": resumed(all_halved, "no checkpoint in one is complete", "1000 of the ", "step 1"),
-    "no such key": new("unknown key 'training.step'", "did you mean steps?", **{"training.step": 3}),
-    "no such task": new("nothing", **{"task.name": f"{ROOT / 'examples' / 'arithmetic.py'}@nothing"}),
     "a task without samples": new(
         "has no samples",
         spoil=tasks,
         **{"task.name": "tasks.py@empty", "task.train_args": "{}", "task.eval_args": "{}"},
     ),
     "no such script": new("no script at", **{"workers.script": "nowhere.py"}),
-    "a list of GPUs": new("engine.device", **{"engine.device": "cuda:0,cuda:1"}),
-    "open to others without tokens": new(
-        "TINKERSCRIPT_CLIENT_TOKEN and TINKERSCRIPT_ADMIN_TOKEN must be set",
-        **{"interchange_server.interchange_server_host": "0.0.0.0"},
-    ),
 }
 
 
@@ -147,7 +139,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two finished runs, `one` and `another`."""
     folder = tmp_path_factory.mktemp("runs")
     for name in ("one", "another"):
-        options = as_options(QUICK | {"experiment_dir": name})
+        options = as_options(QUICK | {"experiment_dir": name, "enable_tinkerscript_mode": "false"})
         command = start(folder, "train", str(DEMO), *options, output=f"{name}.txt")
         assert command.wait(seconds=300) == 0, command.text()
     return folder

@@ -25,7 +25,8 @@ def step_is_drawn(lines: list[str], steps: int) -> bool:
 
 def test_a_run_is_a_table_that_leaves_its_last_steps(tmp_path: Path) -> None:
     steps = 6
-    with terminal(training(**{"training.steps": steps}), tmp_path) as shown:
+    settings = {"training.steps": steps, "enable_tinkerscript_mode": "false"}
+    with terminal(training(**settings), tmp_path) as shown:
         lines = shown.until(lambda lines: step_is_drawn(lines, steps))
         assert shown.cursor_is_shown, "a process that is killed leaves a cursor"
         assert lines[0].startswith("watch the run at http://127.0.0.1:")
@@ -39,6 +40,7 @@ def test_a_run_is_a_table_that_leaves_its_last_steps(tmp_path: Path) -> None:
         assert f" of {steps}  " not in text
         assert "waiting for" not in text
         assert "held-out score after" in text
+        assert re.search("^health +all well$", text, re.MULTILINE)
         assert shown.cursor_is_free
 
 

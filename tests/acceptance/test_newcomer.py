@@ -81,7 +81,8 @@ def test_from_init_to_an_episode_on_the_screen(shell: Shell) -> None:
     (uuid, *_) = re.findall(r"^ +([0-9a-f]{8}) ", text, flags=re.MULTILINE)
     code, text = shell.run("show", "runs/latest", uuid)
     assert (code, "── assistant" in text) == (0, True), text
-    code, text = shell.run(*with_agent[0].split(), *short, "--set=evaluation.episodes=0")
+    alone = ["--set=enable_tinkerscript_mode=false", "--set=evaluation.episodes=0"]
+    code, text = shell.run(*with_agent[0].split(), *short, *alone)
     assert code == 0, text
     assert str(shell.folder / "mine" / "agent.py") in (latest / "config.yaml").read_text()
     lines = gzip.decompress((latest / "rollouts" / "step_0001.jsonl.gz").read_bytes()).splitlines()

@@ -44,28 +44,29 @@ def kill_when(command: Command, condition: Callable[[], object]) -> None:
     assert gone
 
 
-def resumed(tmp_path: Path, **more: Any) -> Command:
-    return start(tmp_path, "train", "--resume", "run", *as_options(more))
+def killed_and_resumed(tmp_path: Path, **more: Any) -> tuple[Path, dict[str, Any]]:
+    """The folder and the summary of a run whose trainer is killed at a random moment."""
+    run = tmp_path / "run"
+    command = start(tmp_path, "train", str(DEMO), *as_options(SETTINGS | more))
+    moment = random.randrange(1, 3 * SETTINGS["training.groups_per_step"] * SETTINGS["training.group_size"])
+    print("killed after", moment, "training episodes")
+    kill_when(command, lambda: len(with_result(run)) >= moment)
+    command = start(tmp_path, "train", "--resume", "run")
+    # A dozen samples may say that the model is worse; that is no part of what is tried.
+    assert command.wait(seconds=240) in (0, WORSE), command.text()
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["episodes_lost"], summary["steps"]) == (0, STEPS)
+    assert summary["max_abs_dlogp"] < 1e-4
+    check_books(run, may_fail=True)
+    assert standing_steps(run) == list(range(1, STEPS + 1))
+    return run, summary
 
 
 @pytest.mark.long
 @pytest.mark.timeout(500)
 def test_a_run_that_is_killed_at_a_random_step_has_the_curve_of_one_that_is_not(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = start(tmp_path, "train", str(DEMO), *as_options(SETTINGS))
-    moment = random.randrange(1, 3 * SETTINGS["training.groups_per_step"] * SETTINGS["training.group_size"])
-    print("killed after", moment, "training episodes")
-    kill_when(command, lambda: len(with_result(run)) >= moment)
-    command = resumed(tmp_path)
-    # A dozen samples may say that the model is worse; that is no part of what is tried.
-    assert command.wait(seconds=240) in (0, WORSE), command.text()
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["episodes_lost"] == 0
-    assert summary["steps"] == STEPS
+    run, summary = killed_and_resumed(tmp_path)
     assert summary["eval_episodes"] == EVALUATED
-    assert summary["max_abs_dlogp"] < 1e-4
-    check_books(run, may_fail=True)
-    assert standing_steps(run) == list(range(1, STEPS + 1))
     assert len(ask(run, "SELECT step FROM resumptions")) == 2
     # The same curve as in one process, without a server, workers and deaths.
     alone = {"enable_tinkerscript_mode": False, "experiment_dir": str(tmp_path / "whole")}
@@ -81,19 +82,8 @@ def test_a_run_that_is_killed_at_a_random_step_has_the_curve_of_one_that_is_not(
 @pytest.mark.long
 @pytest.mark.timeout(500)
 def test_a_run_whose_groups_stream_is_killed_and_goes_on_with_what_was_in_flight(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    more = {"training.max_policy_lag": 2}
-    command = start(tmp_path, "train", str(DEMO), *as_options(SETTINGS | more))
-    moment = random.randrange(1, 3 * SETTINGS["training.groups_per_step"] * SETTINGS["training.group_size"])
-    print("killed after", moment, "training episodes")
-    kill_when(command, lambda: len(with_result(run)) >= moment)
-    command = resumed(tmp_path)
-    assert command.wait(seconds=240) in (0, WORSE), command.text()
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["episodes_lost"], summary["episodes_discarded"], summary["steps"]) == (0, 0, STEPS)
-    assert summary["max_abs_dlogp"] < 1e-4
-    check_books(run, may_fail=True)
-    assert standing_steps(run) == list(range(1, STEPS + 1))
+    run, summary = killed_and_resumed(tmp_path, **{"training.max_policy_lag": 2})
+    assert summary["episodes_discarded"] == 0
     (lags,) = ask(run, "SELECT min(max_lag), max(max_lag) FROM steps WHERE undone = 0")
     assert 0 <= lags[0] <= lags[1] <= 2
     positions = "SELECT DISTINCT position FROM episodes WHERE undone = 0 AND position >= 0 ORDER BY position"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,14 +90,6 @@ class Served:
         assert self.post("/stop_engine").json()["success"]
         self.command.until(lambda: self.status().engine_status == "ENGINE.OFFLINE")
 
-    def steps(self) -> int:
-        return len(ask(self.run, "SELECT step FROM steps"))
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Served:
-    return Served(tmp_path)
-
 
 def asked(episode: Episode, *messages: dict[str, str]) -> str:
     """What the model says to `messages`, through the ordinary OpenAI client."""
@@ -109,40 +100,6 @@ def asked(episode: Episode, *messages: dict[str, str]) -> str:
 
 def says(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
-
-
-@contextmanager
-def feeding(url: str) -> Iterator[None]:
-    """A user's program in the background: its own samples, its own agent, its own reward."""
-    stop, failures = threading.Event(), list[BaseException]()
-
-    def program() -> None:
-        try:
-            with TinkerScriptClient(url, client_uuid="teacher") as client:
-                number = 0
-                while not stop.is_set():
-                    number += 1
-                    name = f"sum-{number}"
-                    client.register_episode({"a": number % 50}, task_id=name, group_size=GROUP_SIZE)
-                    for place in range(GROUP_SIZE):
-                        episode = client.begin_episode(pool=client.pool)
-                        with episode:
-                            question = f"What is {episode.payload['a']}+1?"
-                            asked(episode, says("user", question))
-                            client.end_episode(episode, reward=float(place % 2))
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    thread = threading.Thread(target=program)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join(timeout=60)
-    assert not thread.is_alive()
-    assert not failures
 
 
 SCRIPT = """
@@ -158,39 +115,40 @@ async def rollout(episode):
 
 
 @contextmanager
-def worker(served: Served) -> Iterator[None]:
-    """The ready-made worker, for the teacher's own samples."""
-    folder = served.folder / "worker"
-    folder.mkdir()
-    (folder / "agent.py").write_text(SCRIPT)
-    command = start(folder, "worker", "agent.py", "--server", served.url, "--pool", "teacher")
-    yield
+def teacher(served: Served) -> Iterator[TinkerScriptClient]:
+    """Who registers samples, and a worker for them, which stays while servers and trainers come and go."""
+    (served.folder / "agent.py").write_text(SCRIPT)
+    arguments = ("worker", "agent.py", "--server", served.url, "--pool", "teacher")
+    command = start(served.folder, *arguments, output="worker.txt")
+    with TinkerScriptClient(served.url, client_uuid="teacher") as client:
+        yield client
     command.process.terminate()
     assert command.wait(seconds=30) == 130, command.text()
 
 
 @pytest.mark.timeout(300)
-def test_a_server_fed_by_clients_trains_stops_dies_and_goes_on(served: Served) -> None:
+def test_a_server_fed_by_clients_trains_stops_dies_and_goes_on(tmp_path: Path) -> None:
+    served = Served(tmp_path)
     assert served.post("/stop_engine").status_code == 409
     refused = served.post("/start_engine")
     assert "POST /sync_train_config first" in refused.json()["failure_reason"]
     served.start_engine()
     assert "a trainer is connected already" in served.post("/start_engine").json()["failure_reason"]
-    with feeding(served.url):
+    with teacher(served) as client:
+        for number in range(4):
+            client.register_episode({"a": number}, task_id=f"sum-{number}", group_size=GROUP_SIZE)
         served.command.until(lambda: served.status().global_step >= 2)
-    served.stop_engine()
-    before = served.steps()
-    assert before >= 2
-    again = "tinkerscript train run/synced_config.yaml --join run"
-    served.command.until(lambda: again in (served.run / "logs" / "trainer.log").read_text())
-    served.start_engine()
-    spoken = a_conversation_goes_on_when_the_server_comes_back(served)
-    with worker(served), TinkerScriptClient(served.url, client_uuid="teacher") as teacher:
+        served.stop_engine()
+        again = "tinkerscript train run/synced_config.yaml --join run"
+        served.command.until(lambda: again in (served.run / "logs" / "trainer.log").read_text())
+        served.start_engine()
+        spoken = a_conversation_goes_on_when_the_server_comes_back(served)
         for number in range(2):
             task = f"sum-{number}"
-            teacher.register_episode({"a": number}, task_id=task, group_size=GROUP_SIZE, round="second")
-        served.command.until(lambda: served.status().global_step >= before + 1)
+            client.register_episode({"a": number}, task_id=task, group_size=GROUP_SIZE, round="second")
+        served.command.until(lambda: served.status().global_step >= 3)
     served.stop_engine()
+    assert len(ask(served.run, "SELECT step FROM steps")) == 3
     twice = "SELECT episode FROM trained WHERE undone = 0 GROUP BY episode HAVING count(*) > 1"
     assert ask(served.run, twice) == []
     first, second = counted_calls(served.run)[spoken]

@@ -30,13 +30,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def sockets_of_the_sdk_are_collected() -> Iterator[None]:
-    """While the filter of its warnings holds."""
-    yield
-    gc.collect()
-
-
 KEY = "tml-local"
 SERVED = "Qwen/Qwen3-4B-Instruct-2507"
 """A name that the recipes know a chat format for; the weights behind it are our tiny ones."""
@@ -46,8 +39,11 @@ PROGRAMS = Path(__file__).with_name("cookbook_programs.py")
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet_sdk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its sockets are collected while the filter of its warnings holds."""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -60,23 +56,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def start_engine(
-    folder: Path,
-    model: Path = TINY_MODEL,
-    *,
-    port: int = 0,
-    name: str = "",
-    full: bool = False,
-    lasts: bool = False,
+    folder: Path, *options: str, model: Path = TINY_MODEL, port: int = 0, lasts: bool = False
 ) -> tuple[Command, str]:
     """The running command and its URL; sessions and checkpoints are in `folder`/state."""
     folder.mkdir(exist_ok=True)
-    command = start(
-        folder,
-        *("engine", "--checkpoint", str(model), "--port", str(port), "--state-dir", "state"),
-        *(["--name", name] if name else []),
-        *(["--full"] if full else []),
-        lasts=lasts,
-    )
+    given = ("engine", "--checkpoint", str(model), "--port", str(port), "--state-dir", "state", *options)
+    command = start(folder, *given, lasts=lasts)
     command.until(lambda: "use it" in command.text())
     found = re.search(r"at (http://\S+),", command.text())
     assert found is not None
@@ -180,14 +165,14 @@ def test_cookbook_rl_train_learns_the_example(url: str, tmp_path: Path) -> None:
 def test_cookbook_recipes_run_one_after_the_other(tmp_path: Path) -> None:
     """recipes.sl_loop trains all weights of a model to answer in rl_loop's format; rl_loop starts from it."""
     pytest.importorskip("math_verify", reason="rl_loop needs the dependency group recipes")
-    command, url = start_engine(tmp_path / "first", name=SERVED, full=True)
+    command, url = start_engine(tmp_path / "first", "--name", SERVED, "--full")
     supervised = tmp_path / "sl"
     likelihoods = values(run_in_place("sl_loop", url, TINY_MODEL, supervised), "train_mean_nll")
     assert likelihoods[-1] < 0.2 * likelihoods[0]
     [weights] = (tmp_path / "first" / "state" / "checkpoints").glob("*/sampler_weights/final")
     command.process.terminate()
     command.wait()
-    _, url = start_engine(tmp_path / "second", weights, name=SERVED, full=True)
+    _, url = start_engine(tmp_path / "second", "--name", SERVED, "--full", model=weights)
     rewards = values(run_in_place("rl_loop", url, weights, tmp_path / "rl"), "reward/total")
     print(f"sl_loop {likelihoods[0]:.2f} -> {likelihoods[-1]:.2f}, rl_loop {rewards}")
     assert rewards[-1] > rewards[0] + 0.2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import psutil
 import pytest
 
-from command_line import ROOT, metrics_lines, named, start, start_training, summary
+from command_line import DEMO, ROOT, SHORT, as_options, metrics_lines, named, start, start_training, summary
 from run_ledger import check_books
 
 
@@ -50,3 +52,31 @@ def test_the_demo_learns_at_another_temperature_and_while_groups_stream(tmp_path
     assert result["eval_after"] > 0.95 > result["eval_before"] + 0.15
     assert result["max_abs_dlogp"] <= 1e-4
     assert result["episodes_lost"] == 0
+
+
+WATCH = "watch the run at http://127.0.0.1:"
+
+
+@pytest.mark.long
+def test_the_page_does_not_outlive_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    command = start_training(tmp_path, enable_tinkerscript_mode=False, **{"training.steps": 10_000})
+    command.until(lambda: "evaluation before" in command.text())
+    assert command.text().startswith(WATCH)
+    (page,) = named(command.family(), "tinkerscript view run")
+    command.process.kill()
+    _, alive = psutil.wait_procs([page], timeout=20)
+    assert not alive
+
+
+@pytest.mark.long
+def test_a_supervised_run(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 8)
+    settings = {**SHORT, "method": "sft", "sft.data": tmp_path / "chats.jsonl", "sft.held_out": 0}
+    command = start(tmp_path, "train", str(DEMO), *as_options(settings))
+    assert command.wait() == 0, command.text()
+    first, *_, folder, use, again = command.text().splitlines()
+    assert first.startswith(WATCH)
+    assert folder.startswith("run folder         run   (")
+    assert use.startswith("train from it      tinkerscript train CONFIG ")
+    assert again == "look at it again   tinkerscript view run"
