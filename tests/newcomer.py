@@ -30,23 +30,16 @@ from inspect_ai.solver import generate
 SAMPLES = [Sample(id=n, input=f"What is {n}+{n}?", target=str(2 * n)) for n in range(10, 40)]
 
 
-def scored(value):
-    @scorer(metrics=[accuracy()])
-    def fixed():
-        async def score(state, target):
-            return Score(value=value)
-        return score
-    return Task(dataset=SAMPLES, solver=generate(), scorer=fixed())
+@scorer(metrics=[accuracy()])
+def half():
+    async def score(state, target):
+        return Score(value=0.5)
+    return score
 
 
 @task
 def equal():
-    return scored(0.5)
-
-
-@task
-def unscored():
-    return Task(dataset=SAMPLES, solver=generate())
+    return Task(dataset=SAMPLES, solver=generate(), scorer=half())
 
 
 @task

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import COMMAND, DEMO, SHORT, as_options
+from command_line import COMMAND, DEMO, SHORT, as_options, metrics_lines
 from terminal import terminal
 
 pytestmark = pytest.mark.timeout(400)
@@ -45,8 +45,8 @@ def test_a_run_is_a_table_that_leaves_its_last_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_workers_are_shown_and_ctrl_c_leaves_the_screen_clean(tmp_path: Path) -> None:
-    with terminal(training(**{"training.steps": 500}), tmp_path) as shown:
+def test_workers_are_shown_and_ctrl_c_saves_the_last_step_and_leaves_the_screen_clean(tmp_path: Path) -> None:
+    with terminal(training(**{"training.steps": 500, "training.checkpoint_every": 100}), tmp_path) as shown:
         shown.until(lambda lines: step_is_drawn(lines, 500))
         shown.until(lambda lines: any(line.startswith("workers   worker 0: ") for line in lines))
         shown.press("\x03")
@@ -56,3 +56,5 @@ def test_workers_are_shown_and_ctrl_c_leaves_the_screen_clean(tmp_path: Path) ->
         assert " of 500  " not in text
         assert text.rstrip().endswith("stopped")
         assert shown.cursor_is_free
+    last = max(line["step"] for line in metrics_lines(tmp_path))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{last:04d}"]

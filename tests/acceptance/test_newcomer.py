@@ -180,25 +180,3 @@ def test_a_step_that_trains_nothing_says_why(shell: Shell) -> None:
     code, text = shell.run("train", "run.yaml", "--set=task.name=tasks.py@equal")
     assert code == 3, text
     assert "step 1 trained nothing: in each of the 2 groups all rewards are equal (all are 0.5)" in text
-
-
-@pytest.mark.long
-def test_a_stopped_run_has_its_last_step(shell: Shell) -> None:
-    long = ["--set=training.steps=500", "--set=training.checkpoint_every=100", "--set=evaluation.episodes=0"]
-    training = shell.start("train", "run.yaml", *long)
-    run = shell.folder / "runs" / "latest"
-    metrics = run / "metrics.jsonl"
-    training.until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3)
-    code, seconds = interrupted(training)
-    assert (code, seconds < END_S) == (130, True), training.text()
-    folder = run.resolve()
-    assert f"stopping; resume with: tinkerscript train --resume runs/{folder.name}" in training.text()
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    saved = [path.name for path in (run / "checkpoints").iterdir()]
-    assert saved == [f"step_{max(steps):04d}"]
-    code, text = shell.run("train", "--resume", "runs/latest", f"--set=training.steps={max(steps) + 1}")
-    assert (code, f"run folder         runs/{folder.name} " in text) == (0, True), text
-    assert (run.resolve(), json.loads((run / "summary.json").read_text())["steps"]) == (
-        folder,
-        max(steps) + 1,
-    )
