@@ -61,21 +61,6 @@ evaluation: {episodes: 4}
 workers: {count: 1}
 """
 
-PLAIN_AGENT = '''
-import json
-from urllib.request import Request, urlopen
-
-
-def rollout(episode):
-    """The standard library alone: a bare install runs it."""
-    body = {"model": "policy", "messages": [{"role": "user", "content": episode.payload["sample"]["input"]}]}
-    headers = {"Authorization": f"Bearer {episode.openai_api_key}", "Content-Type": "application/json"}
-    request = Request(f"{episode.openai_base_url}/chat/completions", json.dumps(body).encode(), headers)
-    with urlopen(request) as response:
-        text = json.load(response)["choices"][0]["message"]["content"]
-    return float(text == episode.payload["sample"]["target"])
-'''
-
 
 def environment(**more: str) -> dict[str, str]:
     """The caller's, without what points to the checkout."""

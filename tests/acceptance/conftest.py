@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import end_all
-from newcomer import CONFIG, PLAIN_AGENT, TASKS, Installation, Shell
+from newcomer import CONFIG, TASKS, Installation, Shell
 
 
 @pytest.fixture(autouse=True)
@@ -49,5 +49,4 @@ def installation(tmp_path_factory: pytest.TempPathFactory) -> Installation:
 def shell(tmp_path: Path, installation: Installation) -> Shell:
     (tmp_path / "tasks.py").write_text(TASKS)
     (tmp_path / "run.yaml").write_text(CONFIG)
-    (tmp_path / "agent.py").write_text(PLAIN_AGENT)
     return Shell(tmp_path, installation.whole())
