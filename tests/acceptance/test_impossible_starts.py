@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -16,18 +17,13 @@ import pytest
 from command_line import DEMO, SHORT, as_options, start
 from newcomer import TASKS
 from run_ledger import ask
+from short_runs import short_run
 from tinkerscript.cli import app
 from tinkerscript.files import LEDGER_FILE
+from tinkerscript.testing import QuietReporter
+from tinkerscript.train.run import run_training
 
 pytestmark = [pytest.mark.timeout(700), pytest.mark.xdist_group("starts")]  # All start from two runs.
-
-QUICK = SHORT | {
-    "training.steps": 3,
-    "training.groups_per_step": 2,
-    "training.group_size": 2,
-    "training.checkpoint_every": 1,
-    "evaluation.episodes": 0,
-}
 
 
 class Start(NamedTuple):
@@ -39,7 +35,7 @@ class Start(NamedTuple):
 
 
 def new(*words: str, spoil: Callable[[Path], object] = lambda folder: None, **settings: object) -> Start:
-    return Start([str(DEMO), *as_options(QUICK | settings)], list(words), spoil)
+    return Start([str(DEMO), *as_options(SHORT | settings)], list(words), spoil)
 
 
 def resumed(spoil: Callable[[Path], object], *words: str) -> Start:
@@ -138,10 +134,11 @@ STARTS = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with two finished runs, `one` and `another`."""
     folder = tmp_path_factory.mktemp("runs")
-    for name in ("one", "another"):
-        options = as_options(QUICK | {"experiment_dir": name, "enable_tinkerscript_mode": "false"})
-        command = start(folder, "train", str(DEMO), *options, output=f"{name}.txt")
-        assert command.wait(seconds=300) == 0, command.text()
+    training = {"steps": 3, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name in ("one", "another"):
+            asyncio.run(run_training(short_run(name, training=training), QuietReporter()))
     return folder
 
 

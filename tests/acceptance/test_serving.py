@@ -52,8 +52,9 @@ def test_a_checkpoint_answers_as_openai_does_and_eval_asks_it(tmp_path: Path) ->
         model="tiny", messages=[{"role": "user", "content": "What is 23+45?"}], temperature=0
     )
     assert reply.choices[0].message.content == "68"
-    with pytest.raises(openai.AuthenticationError, match="invalid_api_key"):
+    with pytest.raises(openai.AuthenticationError) as refused:
         openai.OpenAI(base_url=f"{url}/v1", api_key="wrong").models.list()
+    assert refused.value.code == "invalid_api_key"
     (tmp_path / "unscored.py").write_text(UNSCORED)
     arguments = ("eval", "unscored.py@unscored", "--epochs", "1", "--server", f"{url}/v1")
     command = start(tmp_path, *arguments, env=env, output="eval.txt")

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from playwright.sync_api import Page
+from playwright.sync_api import ConsoleMessage, Page, Request
 
 from command_line import Command
+
+OWN = ("http://127.0.0.1:", "http://localhost:", "data:", "file:", "blob:")
+"""Beginnings of the addresses that a page may ask."""
 
 
 @dataclass
@@ -16,27 +19,20 @@ class Tab:
 
     page: Page
     problems: list[str] = field(default_factory=list[str])
-    _own: tuple[str, ...] = ()
 
-    def watch(self, *own: str) -> None:
-        """`own`: beginnings of the addresses that it may ask, if it is not at this machine's by HTTP."""
-        self._own = own or ("http://127.0.0.1:", "http://localhost:")
+    def __post_init__(self) -> None:
         self.page.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
-        self.page.on(
-            "console",
-            lambda message: (
-                self.problems.append(f"{message.type}: {message.text}")
-                if message.type == "error" and "Failed to load resource" not in message.text
-                else None
-            ),
-        )
+        self.page.on("console", self._said)
         self.page.on("dialog", lambda dialog: self.problems.append(f"dialog: {dialog.message}"))
         self.page.on("request", self._requested)
 
-    def _requested(self, request: object) -> None:
-        url = str(request.url)  # type: ignore[attr-defined]
-        if not url.startswith((*self._own, "data:", "file:", "blob:")):
-            self.problems.append(f"asks another host: {url}")
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            self.problems.append(f"error: {message.text}")
+
+    def _requested(self, request: Request) -> None:
+        if not request.url.startswith(OWN):
+            self.problems.append(f"asks another host: {request.url}")
 
 
 @dataclass

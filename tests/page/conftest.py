@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from browsing import Tab, Viewed, url_of
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
 from command_line import end_all, start
 from made_run import MadeRun
@@ -28,18 +28,12 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def context(browser: Browser) -> Iterator[BrowserContext]:
-    found = browser.new_context(viewport=VIEWPORT, color_scheme="light")
-    found.set_default_timeout(20_000)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def tab(context: BrowserContext) -> Iterator[Tab]:
+def tab(browser: Browser) -> Iterator[Tab]:
+    context = browser.new_context(viewport=VIEWPORT, color_scheme="light")
+    context.set_default_timeout(20_000)
     found = Tab(context.new_page())
-    found.watch()
     yield found
+    context.close()
     assert not found.problems
 
 

@@ -6,11 +6,11 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
-import pytest
 from axe_playwright_python.sync_playwright import Axe
 from browsing import Tab, Viewed, url_of
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Page, Route, expect
 
 from command_line import COMMAND, ROOT, start
 from made_run import MadeRun
@@ -23,6 +23,21 @@ def place(page: Page, name: str) -> None:
 
 def heading(page: Page, text: str | re.Pattern[str]) -> None:
     expect(page.get_by_role("heading", name=text).first).to_be_visible()
+
+
+def settled(page: Page) -> None:
+    expect(page.locator("main h1, main h2, main .card").first).to_be_visible()
+    expect(page.locator("[aria-busy=true]")).to_have_count(0)
+
+
+def check_with_axe(page: Page, **options: Any) -> None:
+    violations = Axe().run(page, options={"resultTypes": ["violations"], **options}).response["violations"]
+    serious = {
+        each["id"]: [node["html"] for node in each["nodes"]][:3]
+        for each in violations
+        if each["impact"] in ("serious", "critical")
+    }
+    assert not serious, f"{page.url}: {json.dumps(serious, indent=1)}"
 
 
 def test_every_view_is_opened_from_the_one_before(tab: Tab, viewed: Viewed) -> None:
@@ -154,8 +169,7 @@ def test_a_run_is_annotated_found_by_it_and_deleted(tab: Tab, tmp_path: Path) ->
     page.get_by_role("button", name="Edit live").click()
     expect(page.get_by_text("It can be deleted once it has stopped.")).to_be_visible()
     page.get_by_role("button", name="Edit second").click()
-    found = Axe().run(page).response["violations"]
-    assert not [each["id"] for each in found if each["impact"] in ("serious", "critical")], json.dumps(found)
+    check_with_axe(page)
     for answer, left in (("Cancel", 3), ("Delete", 2)):
         page.get_by_role("button", name="Delete the run").click()
         page.get_by_role("dialog").get_by_role("button", name=answer).click()
@@ -192,11 +206,10 @@ def test_a_link_to_tokens_marks_them(tab: Tab, viewed: Viewed) -> None:
     assert tab.page.locator(".t.x").first.get_attribute("data-at") == "30000"
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing_serious(browser: Browser, viewed: Viewed, theme: str) -> None:
-    context = browser.new_context(color_scheme=theme)  # type: ignore[arg-type]
-    page = context.new_page()
-    axe = Axe()
+def test_axe_finds_nothing_serious_and_narrow_screens_do_not_scroll_sideways(
+    tab: Tab, viewed: Viewed
+) -> None:
+    page = tab.page
     for path in (
         *("", "run/shop-agent", "run/shop-agent/curves", "run/shop-agent/steps", "run/shop-agent/steps/20"),
         *("run/shop-agent/evaluations", "run/shop-agent/episodes", "run/shop-agent/alignment"),
@@ -204,43 +217,22 @@ def test_axe_finds_nothing_serious(browser: Browser, viewed: Viewed, theme: str)
     ):
         page.goto(f"{viewed.url}/#/{path}")
         page.wait_for_load_state("networkidle") if not path.startswith(("run", "episode")) else None
-        expect(page.locator("main h1, main h2, main .card").first).to_be_visible()
-        expect(page.locator("[aria-busy=true]")).to_have_count(0)
-        found = axe.run(page).response["violations"]
-        serious = {
-            each["id"]: [node["html"] for node in each["nodes"]][:3]
-            for each in found
-            if each["impact"] in ("serious", "critical")
-        }
-        assert not serious, f"{theme} {path}: {json.dumps(serious, indent=1)}"
-    context.close()
+        settled(page)
+        check_with_axe(page)
+        page.emulate_media(color_scheme="dark")
+        check_with_axe(page, runOnly=["color-contrast"])
+        page.set_viewport_size({"width": 380, "height": 800})
+        page.wait_for_function("document.documentElement.scrollWidth <= 380")
+        page.emulate_media(color_scheme="light")
+        page.set_viewport_size({"width": 1280, "height": 900})
 
 
-def test_narrow_screens_do_not_scroll_sideways(browser: Browser, viewed: Viewed) -> None:
-    context = browser.new_context(viewport={"width": 380, "height": 800})
-    page = context.new_page()
-    for path in (
-        "",
-        "run/shop-agent",
-        "run/shop-agent/steps/20",
-        "run/shop-agent/episodes",
-        f"episode/{viewed.long_episode}",
-    ):
-        page.goto(f"{viewed.url}/#/{path}")
-        expect(page.locator("main .card").first).to_be_visible()
-        expect(page.locator("[aria-busy=true]")).to_have_count(0)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 380, path
-    context.close()
-
-
-def test_an_exported_run_needs_no_network(browser: Browser, viewed: Viewed, tmp_path: Path) -> None:
+def test_an_exported_run_needs_no_network(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
     target = tmp_path / "shop.html"
     command = start(viewed.folder, "export", "runs/shop-agent", str(target))
     assert command.wait() == 0, command.text()
-    context = browser.new_context(offline=True)
-    tab = Tab(context.new_page())
-    tab.watch()
     page = tab.page
+    page.context.set_offline(True)
     page.goto(target.as_uri())
     expect(page.get_by_text("30 of 30 steps")).to_be_visible()
     for name in ("Curves", "Steps", "Evaluations", "Episodes", "Alignment"):
@@ -250,8 +242,6 @@ def test_an_exported_run_needs_no_network(browser: Browser, viewed: Viewed, tmp_
     page.get_by_role("link", name="step 30", exact=True).click()
     page.locator("a.cell:not(.failed)").first.click()
     expect(page.locator(".tokens .t").first).to_be_visible()
-    assert not tab.problems
-    context.close()
 
 
 NASTY = [
@@ -265,32 +255,20 @@ NASTY = [
 ]
 
 
-def test_what_others_wrote_is_shown_as_text(browser: Browser, tmp_path: Path) -> None:
+def test_what_others_wrote_is_shown_as_text(tab: Tab, tmp_path: Path) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text in NASTY]
     name = "<img src=x onerror=alert(7)>"
-    MadeRun(
-        tmp_path / "runs" / name, steps=3, groups=2, group_size=4, evaluation_samples=6, texts=texts
-    ).write()
-    command = start(tmp_path, "view", "runs", "--port", "0")
-    url = url_of(command)
-    context = browser.new_context()
-    tab = Tab(context.new_page())
-    tab.watch()
+    run = tmp_path / "runs" / name
+    MadeRun(run, steps=3, groups=2, group_size=4, evaluation_samples=6, texts=texts).write()
+    url = url_of(start(tmp_path, "view", "runs", "--port", "0"))
     page = tab.page
     page.goto(url)
     expect(page.get_by_text(re.compile("of 3 steps"))).to_be_visible()
     shown = ""
     for label in ("Steps", "Evaluations", "Episodes"):
         place(page, label)
-        expect(page.locator("main .card").first).to_be_visible()
-        expect(page.locator("[aria-busy=true]")).to_have_count(0)
-    uuids = [
-        line["uuid"]
-        for line in json.loads(context.request.get(f"{url}/api/runs/{name}/episodes?limit=20").text())[
-            "episodes"
-        ]
-    ]
-    for uuid in uuids:
+        settled(page)
+    for (uuid,) in ask(run, "SELECT uuid FROM episodes LIMIT 20"):
         page.goto(f"{url}/#/episode/{uuid}")
         expect(page.locator(".message").first).to_be_visible()
         shown += page.inner_text("main")
@@ -303,19 +281,13 @@ def test_what_others_wrote_is_shown_as_text(browser: Browser, tmp_path: Path) ->
     place(page, "Episodes")
     page.locator("tbody a.mono").first.click()
     expect(page.locator(".message").first).to_be_visible()
-    assert not tab.problems
-    context.close()
-
-
-def transcribed(folder: Path) -> str:
-    """The uuid of an episode with a transcript."""
-    query = "SELECT uuid FROM transcripts JOIN episodes ON sequence = episode ORDER BY sequence DESC"
-    return ask(folder, query)[0][0]
 
 
 def test_an_episode_is_read_event_by_event(tab: Tab, viewed: Viewed) -> None:
     page = tab.page
-    page.goto(f"{viewed.url}/#/episode/{transcribed(viewed.folder / 'runs' / 'shop-agent')}")
+    told = "SELECT uuid FROM transcripts JOIN episodes ON sequence = episode ORDER BY sequence DESC"
+    ((uuid,), *_) = ask(viewed.folder / "runs" / "shop-agent", told)
+    page.goto(f"{viewed.url}/#/episode/{uuid}")
     page.get_by_role("button", name="Show the events").click()
     events = page.locator(".timeline li")
     expect(events).to_have_count(10)
@@ -325,21 +297,16 @@ def test_an_episode_is_read_event_by_event(tab: Tab, viewed: Viewed) -> None:
     expect(tool.locator("pre").first).to_contain_text('"expression"')
     tool.locator("summary").click()
     expect(tool.locator("pre").first).to_be_hidden()
-    found = Axe().run(page).response["violations"]
-    assert not [each["id"] for each in found if each["impact"] in ("serious", "critical")], json.dumps(found)
+    check_with_axe(page)
     page.get_by_role("button", name="Hide the events").click()
     expect(events).to_have_count(0)
 
 
-def test_every_module_is_fetched_at_once() -> None:
+def test_every_module_is_fetched_at_once_and_every_library_listed() -> None:
     folder = ROOT / "src" / "tinkerscript" / "page" / "static"
     page = (folder / "index.html").read_text()
     for path in [*folder.glob("*.js"), *folder.glob("vendor/*.js")]:
         assert f'"page/{path.relative_to(folder)}"' in page, path.name
-
-
-def test_the_vendored_libraries_are_listed() -> None:
-    folder = ROOT / "src" / "tinkerscript" / "page" / "static" / "vendor"
-    listed = (folder / "README.md").read_text()
-    for path in folder.iterdir():
+    listed = (folder / "vendor" / "README.md").read_text()
+    for path in (folder / "vendor").iterdir():
         assert path.name in listed or path.name == "README.md"
