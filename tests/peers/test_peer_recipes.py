@@ -1,4 +1,5 @@
-"""Losses, masks and advantages against the functions of verl and TRL, on a recorded batch.
+"""Losses, masks and advantages against the functions of verl and TRL, on a recorded batch; and both on what
+converters make.
 
 `make acceptance` installs both into a folder for PYTHONPATH; elsewhere these tests are skipped.
 """
@@ -14,9 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from recorded_batch import Array, recorded_batch
+from rollout_helpers import make_call, make_episode, make_group
 from tinkerscript.config import RolloutCorrectionConfig
 from tinkerscript.engine.losses import (
     COVARIANT,
@@ -27,8 +31,15 @@ from tinkerscript.engine.losses import (
     START,
     divergence_of_candidates,
 )
-from tinkerscript.rollouts.advantages import AdvantageRule, WeightedRollout, whitened
+from tinkerscript.rollouts.advantages import (
+    AdvantageRule,
+    RolloutBatch,
+    RolloutGroup,
+    WeightedRollout,
+    whitened,
+)
 from tinkerscript.rollouts.rollout import EpisodeRollouts
+from tinkerscript.rollouts.trainers import to_trl, to_verl
 from tinkerscript.train.dpo import PairLosses
 from tinkerscript.train.token_advantages import correct, covariant_tokens, keep_top_entropy
 
@@ -36,6 +47,7 @@ core = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is not in
 helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
 with pytest.MonkeyPatch.context() as patch:  # TRL would take the folder tests/vllm for the package vllm.
     patch.setattr(sys, "path", [each for each in sys.path if Path(each).name != "tests"])
+    GRPOConfig: Any = pytest.importorskip("trl").GRPOConfig
     GRPOTrainer: Any = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     DPOTrainer: Any = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
     loss_utils: Any = pytest.importorskip("trl.experimental.sdpo.loss_utils")
@@ -51,22 +63,21 @@ def tensor(values: Array) -> Tensor:
     return torch.from_numpy(values.copy()).double()
 
 
-def grouped(rewards: Array | None = None) -> list[list[float]]:
-    values = BATCH.rewards if rewards is None else rewards
-    return [values[BATCH.group == number].tolist() for number in dict.fromkeys(BATCH.group.tolist())]
+NUMBERS = list(dict.fromkeys(BATCH.group.tolist()))
+"""Of the groups."""
 
 
-def token_rewards(rewards: Array | None = None) -> Tensor:
+def token_rewards() -> Tensor:
     """float64 [E, R]: each reward at the last token."""
     values = np.zeros(BATCH.mask.shape)
-    values[np.arange(len(values)), BATCH.lengths - 1] = BATCH.rewards if rewards is None else rewards
+    values[np.arange(len(values)), BATCH.lengths - 1] = BATCH.rewards
     return tensor(values)
 
 
-def ours(rule: AdvantageRule, rewards: Array | None = None) -> Array:
+def ours(rule: AdvantageRule) -> Array:
     """float64 [E, R]: the advantages of all groups, 0 in the padding."""
-    each = np.concatenate([rule.of(group) for group in grouped(rewards)])
-    return each[:, None] * BATCH.mask
+    each = [rule.of(BATCH.rewards[BATCH.group == number].tolist()) for number in NUMBERS]
+    return np.concatenate(each)[:, None] * BATCH.mask
 
 
 ADVANTAGES = tensor(ours(AdvantageRule(scale="group_deviation")))
@@ -92,13 +103,17 @@ def test_advantages_within_a_group_are_verls(
     np.testing.assert_allclose(ours(rule), theirs.numpy(), **DECIMAL)
 
 
-def whitened_(rewards_of_tokens: Array) -> Array:
+def weighted(advantages: Array) -> list[WeightedRollout]:
+    """The batch with these advantages of its tokens."""
     rollouts = [rollout for group in BATCH.groups() for e in group.episodes for rollout in e.rollouts]
-    items = [
+    return [
         WeightedRollout(rollout, values)
-        for rollout, values in zip(rollouts, BATCH.of_sequences(rewards_of_tokens), strict=True)
+        for rollout, values in zip(rollouts, BATCH.of_sequences(advantages), strict=True)
     ]
-    return BATCH.of_replies([item.advantages for item in whitened(items)])
+
+
+def whitened_(rewards_of_tokens: Array) -> Array:
+    return BATCH.of_replies([item.advantages for item in whitened(weighted(rewards_of_tokens))])
 
 
 @pytest.mark.parametrize(
@@ -131,13 +146,11 @@ def test_gdpo_is_verls() -> None:
     )
     rule = AdvantageRule(scale="batch_deviation", weights=weights)
     found = list[np.ndarray]()
-    for number in dict.fromkeys(BATCH.group.tolist()):
+    for number in NUMBERS:
         episodes = [
             EpisodeRollouts(f"e{at}", 0.0, (), scores={name: float(v[at]) for name, v in scores.items()})
             for at in np.flatnonzero(BATCH.group == number)
         ]
-        from rollout_helpers import make_group
-
         found.append(make_group(episodes).advantages(rule))
     # verl computes these in float32.
     np.testing.assert_allclose(
@@ -236,11 +249,7 @@ def test_gspo_has_verls_gradient() -> None:
 
 def marks(values: Array, **settings: Any) -> Array:
     """The covariant tokens, as if the policy had not moved since `values`."""
-    rollouts = [rollout for group in BATCH.groups() for e in group.episodes for rollout in e.rollouts]
-    items = [
-        WeightedRollout(rollout, advantages)
-        for rollout, advantages in zip(rollouts, BATCH.of_sequences(ADVANTAGES.numpy()), strict=True)
-    ]
+    items = weighted(ADVANTAGES.numpy())
     return BATCH.of_replies(covariant_tokens(items, BATCH.of_sequences(values), seed="s", **settings))
 
 
@@ -283,12 +292,7 @@ def test_estimates_of_the_divergence_are_verls(name: str) -> None:
 
 
 def factors(**settings: Any) -> Array:
-    items = [
-        WeightedRollout.uniform(rollout, 1.0)
-        for group in BATCH.groups()
-        for episode in group.episodes
-        for rollout in episode.rollouts
-    ]
+    items = weighted(BATCH.mask.astype(float))
     config = RolloutCorrectionConfig.model_validate(settings)
     corrected, _ = correct(items, BATCH.of_sequences(BATCH.old), config)
     return BATCH.of_replies([item.advantages for item in corrected])
@@ -345,15 +349,9 @@ def test_the_tokens_of_highest_entropy_are_trls() -> None:
         accelerator=SimpleNamespace(pad_across_processes=lambda each, **_: each, gather=lambda each: each)
     )
     kept = GRPOTrainer.get_high_entropy_mask(fake, tensor(BATCH.entropies), MASKED.long(), 0.8)
-    items = [
-        WeightedRollout.uniform(rollout, 1.0)
-        for group in BATCH.groups()
-        for episode in group.episodes
-        for rollout in episode.rollouts
-    ]
-    found = BATCH.of_replies(
-        [each.advantages for each in keep_top_entropy(items, BATCH.of_sequences(BATCH.entropies), 0.2)]
-    )
+    items = weighted(BATCH.mask.astype(float))
+    of_most = keep_top_entropy(items, BATCH.of_sequences(BATCH.entropies), 0.2)
+    found = BATCH.of_replies([each.advantages for each in of_most])
     np.testing.assert_array_equal(found > 0, kept.bool().numpy())
 
 
@@ -379,8 +377,8 @@ def test_the_divergence_over_candidates_is_trls() -> None:
 
 def test_dpo_is_trls() -> None:
     """The best and the worst reply of each group, its policy after two steps against the sampler."""
-    numbers = [np.flatnonzero(BATCH.group == number) for number in dict.fromkeys(BATCH.group.tolist())]
-    differ = [each for each in numbers if BATCH.rewards[each].max() > BATCH.rewards[each].min()]
+    groups = [np.flatnonzero(BATCH.group == number) for number in NUMBERS]
+    differ = [each for each in groups if BATCH.rewards[each].max() > BATCH.rewards[each].min()]
     better, worse = (
         np.array([each[of(BATCH.rewards[each])] for each in differ]) for of in (np.argmax, np.argmin)
     )
@@ -429,3 +427,70 @@ def test_dpo_is_trls() -> None:
     measured = {name: values[0] for name, values in given._metrics["train"].items()}
     assert measured["rewards/margins"] == pytest.approx(found.metrics["margin"], rel=1e-6)
     assert measured["rewards/accuracies"] == pytest.approx(found.metrics["accuracy"])
+
+
+# Converters
+
+
+def of_two_turns() -> list[RolloutGroup]:
+    """Two groups of three episodes; some of the tokens are constrained."""
+    made: list[RolloutGroup] = []
+    for number in range(2):
+        episodes: list[EpisodeRollouts] = []
+        for index, reward in enumerate((1.0, 0.0, 0.25)):
+            first = make_call(None, [5, 6, 7 + number], [9 + index, 10, 11], constrained=bytes([0, 2, 0]))
+            second = make_call(first, [12], [13, 14 + index])
+            episodes.append(make_episode([first, second], reward, f"e{number}.{index}"))
+        made.append(make_group(episodes, f"g{number}"))
+    return made
+
+
+GROUPS = of_two_turns()
+MASKS = [e.rollouts[0].response_loss_mask.astype(int).tolist() for g in GROUPS for e in g.episodes]
+WANTED = np.concatenate([group.advantages() for group in GROUPS])
+
+
+def test_verl_computes_our_advantages_of_what_is_converted() -> None:
+    proto = pytest.importorskip("verl.protocol").DataProto.from_single_dict(
+        to_verl(RolloutBatch(tuple(GROUPS)))
+    )
+    advantages, _ = core.compute_grpo_outcome_advantage(
+        token_level_rewards=proto.batch["rm_scores"],
+        response_mask=proto.batch["response_mask"],
+        index=proto.non_tensor_batch["uid"],
+        norm_adv_by_std_in_grpo=False,
+    )
+    np.testing.assert_allclose(advantages, WANTED[:, None] * np.array(MASKS), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trl_trains_on_what_is_converted(tmp_path: Path, random_model: Path) -> None:
+    rolled = to_trl(GROUPS)
+    config = GRPOConfig(
+        output_dir=str(tmp_path / "out"),
+        num_generations=3,
+        per_device_train_batch_size=6,
+        max_steps=1,
+        scale_rewards="none",
+        report_to=[],
+        use_cpu=True,
+        beta=0.0,
+        save_strategy="no",
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(random_model),
+        args=config,
+        processing_class=PreTrainedTokenizerFast.from_pretrained(
+            random_model, eos_token="w1", pad_token="w0"
+        ),
+        train_dataset=Dataset.from_list([{"prompt": "w5"}, {"prompt": "w6"}]),
+        reward_funcs=[lambda reward, **_: reward],
+        rollout_func=lambda prompts, _: rolled,
+    )
+    inputs = [{"prompt": prompt} for prompt in ("w5", "w6") for _ in range(3)]
+    scored = trainer._generate_and_score_completions(inputs)
+    np.testing.assert_allclose(scored["advantages"], WANTED, atol=1e-6)
+    assert scored["tool_mask"].tolist() == MASKS
+    assert scored["prompt_ids"].tolist() == torch.tensor(rolled["prompt_ids"]).tolist()
+    assert scored["completion_ids"].tolist() == rolled["completion_ids"]
+    trainer.train()
