@@ -10,7 +10,7 @@ import pytest_asyncio
 from player import Players
 from stage import Stage, open_stage
 
-pytest.register_assert_rewrite("oracle", "playing")
+pytest.register_assert_rewrite("oracle")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -76,7 +76,7 @@ class Client:
 _LOOP = (CONVERSATION, STREAMING, BROKEN_CALL, RETRY)
 _ASK = (REQUIRED_TOOL, STRUCTURED)
 
-SDKS = [
+CLIENTS = [
     Client(
         "`openai`",
         "openai",
@@ -137,9 +137,6 @@ text = reply.content[0].text
         (CONVERSATION, STREAMING, PARALLEL),
         environ=ANTHROPIC,
     ),
-]
-
-FRAMEWORKS = [
     Client(
         "`litellm`",
         "litellm",
@@ -208,9 +205,6 @@ text = Agent(OpenAIChatModel("policy", provider=provider)).run_sync("Name a colo
         (*_LOOP, REQUIRED_TOOL),
         environ=ANTHROPIC,
     ),
-]
-
-ENVIRONMENTS = [
     Client(
         "Inspect `openai-api`",
         "inspect_ai",
@@ -257,5 +251,3 @@ text = outputs[0]["completion"][-1]["content"]
 """,
     ),
 ]
-
-CLIENTS = [*SDKS, *FRAMEWORKS, *ENVIRONMENTS]

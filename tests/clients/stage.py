@@ -1,4 +1,4 @@
-"""`Stage`: what stands behind the clients: a server process, the scripted model on its link, and a wiretap.
+"""`Stage`: what stands behind the clients: a server process and the scripted model on its link.
 
 Every feature is played in an episode of its own: registered over the link, claimed and ended over HTTP, its
 result taken from the link as a trainer takes it.
@@ -18,7 +18,6 @@ from uuid import uuid4
 
 import httpx
 from scripted_model import ScriptedModel
-from wiretap import Wiretap
 
 from interchange_helpers import FAST, collect, eventually, new_episode, run_config
 from run_ledger import used
@@ -40,13 +39,11 @@ class Stage:
 
     model: ScriptedModel
     link: TrainerLink
-    tap: Wiretap
     http: httpx.AsyncClient
 
     async def claim(self) -> ClaimEpisodeResponse:
-        """A new episode, claimed; its base URL goes through the wiretap. Forgets what was before."""
+        """A new episode, claimed. Forgets what was before."""
         self.model.reset()
-        self.tap.reset()
         await self.link.register([new_episode()])
         body = {"client_uuid": CLIENT, "sends_key": True}
         reply = await self.http.post("/claim_episode", json=body)
@@ -64,10 +61,6 @@ class Stage:
         await self.link.commit(used([outcome]))
         assert isinstance(outcome, EpisodeAccepted)
         return outcome.calls
-
-    def base_url(self, claim: ClaimEpisodeResponse) -> str:
-        """The claim's base URL by way of the wiretap."""
-        return claim.openai_base_url.replace(str(self.http.base_url).rstrip("/"), self.tap.url)
 
 
 def long_context_model(folder: Path, context: int) -> Path:
@@ -98,9 +91,9 @@ async def open_stage(folder: Path, *, seed: int, context: int = 65536) -> AsyncG
         link = TrainerLink(
             info.link_address, trainer_id=uuid4().hex, model="scripted", sampler=model.sample, times=FAST
         )
-        async with link, Wiretap(info.url) as tap, httpx.AsyncClient(base_url=info.url) as http:
+        async with link, httpx.AsyncClient(base_url=info.url) as http:
             await link.resume([])
-            yield Stage(model, link, tap, http)
+            yield Stage(model, link, http)
 
 
 @asynccontextmanager

@@ -92,9 +92,5 @@ def refused() -> Any:
     return refusals(asked)
 
 
-def retry() -> Any:
-    return {"texts": [text_of(ask(anthropic.Anthropic(), [{"role": "user", "content": SHORT}]))]}
-
-
 if __name__ == "__main__":
-    serve(*conversations(agent), thinking, required_tool, structured, hang_up, refused, retry)
+    serve(*conversations(agent), thinking, required_tool, structured, hang_up, refused)

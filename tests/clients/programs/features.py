@@ -3,25 +3,27 @@
 A program imports its library once and calls `serve(...)` with functions that are named for features;
 `conversations` makes those that are talks with its agent loop. A job is a line of JSON on stdin: {"feature",
 "environ", "package", "snippet", "result"}. What the function returns goes, as JSON, into the file `result`:
-{"value", "version"}, or {"error"} for an exception of the library. The feature `snippet` runs the job's code,
-which finds an `episode` and leaves a `text`.
+{"value", "version"}, or {"error"} for an exception of the library, and the modules "imported". The feature
+`snippet` runs the job's code, which finds an `episode` and leaves a `text`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from travel import AGAIN, BROKEN, CONVERSATION
+from travel import AGAIN, BROKEN, CONVERSATION, SHORT
 
 Feature = Callable[[], Any]
 SNIPPET = "snippet"
@@ -43,6 +45,10 @@ def conversations(agent: Callable[..., Any]) -> tuple[Feature, ...]:
     def broken_call() -> Any:
         return talk((BROKEN, AGAIN))
 
+    def retry() -> Any:
+        """One question, which the server refuses at first: libraries ask again by themselves."""
+        return talk((SHORT,))
+
     async def thrice() -> Any:
         found = await asyncio.gather(*(agent(CONVERSATION, stream=False) for _ in range(3)))
         return {"texts": [text for each in found for text in each["texts"]]}
@@ -51,7 +57,7 @@ def conversations(agent: Callable[..., Any]) -> tuple[Feature, ...]:
         """Three equal conversations of one episode at once, as sub-agents have them."""
         return asyncio.run(thrice())
 
-    return conversation, streaming, broken_call, parallel
+    return conversation, streaming, broken_call, retry, parallel
 
 
 def serve(*features: Feature) -> None:
@@ -64,17 +70,30 @@ def serve(*features: Feature) -> None:
         if child == 0:
             os._exit(_run(table, job))
         os.waitpid(child, 0)
+        _import_like(Path(job["result"]))
         print("done", flush=True)
+
+
+def _import_like(result: Path) -> None:
+    """Import what a fork has imported, so that later ones need not: libraries import for seconds as they run.
+
+    There is no result of a fork that crashed.
+    """
+    for name in json.loads(result.read_text())["imported"] if result.exists() else ():
+        with suppress(Exception):
+            importlib.import_module(name)
 
 
 def _run(table: dict[str, Feature], job: dict[str, Any]) -> int:
     os.environ.update(job["environ"])
+    before = {*sys.modules}
     try:
         value = _snippet(job) if job["feature"] == SNIPPET else table[job["feature"]]()
         outcome: dict[str, Any] = {"value": value, "version": version(job["package"])}
     except Exception as error:  # noqa: BLE001 - the test decides which errors are right.
         traceback.print_exc()
         outcome = {"error": f"{type(error).__name__}: {error}"}
+    outcome["imported"] = [name for name in sys.modules if name not in before]
     path = Path(job["result"])
     path.with_suffix(".part").write_text(json.dumps(outcome))
     path.with_suffix(".part").rename(path)

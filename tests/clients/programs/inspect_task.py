@@ -98,9 +98,5 @@ def required_tool() -> Any:
     return {"called": called}
 
 
-def retry() -> Any:
-    return {"texts": [play(Task(dataset=[Sample(input=SHORT)])).output.completion]}
-
-
 if __name__ == "__main__":
-    serve(*conversations(agent), samples, logprobs, required_tool, retry)
+    serve(*conversations(agent), samples, logprobs, required_tool)

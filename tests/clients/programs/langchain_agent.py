@@ -11,17 +11,9 @@ from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
-from travel import FORCED, OBJECT, SHORT, SYSTEM
+from travel import FORCED, OBJECT, SHORT, SYSTEM, City
 
 TOOLS = [tool(travel.get_weather), tool(travel.difference)]
-
-
-class City(BaseModel):
-    """A city."""
-
-    city: str
-    population: int
 
 
 def model(**options: Any) -> ChatOpenAI:
@@ -65,9 +57,5 @@ def structured() -> Any:
     return {"texts": [found.model_dump_json()]}
 
 
-def retry() -> Any:
-    return {"texts": [model().invoke(SHORT).text]}
-
-
 if __name__ == "__main__":
-    serve(*conversations(agent), samples, logprobs, required_tool, structured, retry)
+    serve(*conversations(agent), samples, logprobs, required_tool, structured)

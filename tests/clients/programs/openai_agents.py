@@ -9,17 +9,9 @@ from typing import Any
 import travel
 from agents import Agent, ModelSettings, Runner, function_tool, set_default_openai_api
 from features import conversations, serve
-from pydantic import BaseModel
-from travel import FORCED, OBJECT, SHORT, SYSTEM
+from travel import FORCED, OBJECT, SYSTEM, City
 
 TOOLS: list[Any] = [function_tool(travel.get_weather), function_tool(travel.difference)]
-
-
-class City(BaseModel):
-    """A city."""
-
-    city: str
-    population: int
 
 
 def choose_api() -> None:
@@ -60,10 +52,5 @@ def structured() -> Any:
     return {"texts": [result.final_output.model_dump_json()]}
 
 
-def retry() -> Any:
-    choose_api()
-    return {"texts": [asyncio.run(Runner.run(Agent(name="Painter", model="policy"), SHORT)).final_output]}
-
-
 if __name__ == "__main__":
-    serve(*conversations(agent), required_tool, structured, retry)
+    serve(*conversations(agent), required_tool, structured)

@@ -83,17 +83,5 @@ def hang_up() -> Any:
     return asyncio.run(_hang_up())
 
 
-async def _retry() -> Any:
-    async with openai.AsyncOpenAI() as client:
-        reply = await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": SHORT}]
-        )
-    return {"texts": [reply.choices[0].message.content]}
-
-
-def retry() -> Any:
-    return asyncio.run(_retry())
-
-
 if __name__ == "__main__":
-    serve(*conversations(agent), hang_up, retry)
+    serve(*conversations(agent), hang_up)

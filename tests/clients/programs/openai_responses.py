@@ -89,9 +89,5 @@ def refused() -> Any:
     return refusals(asked)
 
 
-def retry() -> Any:
-    return {"texts": [ask(openai.OpenAI(), [{"role": "user", "content": SHORT}]).output_text]}
-
-
 if __name__ == "__main__":
-    serve(*conversations(agent), required_tool, structured, logprobs, hang_up, refused, retry)
+    serve(*conversations(agent), required_tool, structured, logprobs, hang_up, refused)

@@ -11,20 +11,13 @@ from features import conversations, serve
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.messages import ModelMessage
-from travel import FORCED, OBJECT, SHORT, SYSTEM
+from travel import FORCED, OBJECT, SYSTEM, City
 
 MODELS = {
     "chat": "openai-chat:policy",
     "responses": "openai-responses:policy",
     "messages": "anthropic:policy",
 }
-
-
-class City(BaseModel):
-    """A city."""
-
-    city: str
-    population: int
 
 
 def model() -> str:
@@ -66,9 +59,5 @@ def structured() -> Any:
     return {"texts": [reporter.run_sync(OBJECT).output.model_dump_json()]}
 
 
-def retry() -> Any:
-    return {"texts": [Agent(model()).run_sync(SHORT).output]}
-
-
 if __name__ == "__main__":
-    serve(*conversations(agent), required_tool, structured, retry)
+    serve(*conversations(agent), required_tool, structured)

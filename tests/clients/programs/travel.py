@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pydantic import BaseModel
+
 PAIR = "What is the weather in Malmö and in Lima?"
 CHOICE = "Which of the two should I visit?"
 THANKS = "Thank you!"
@@ -26,6 +28,13 @@ def get_weather(city: str) -> str:
 def difference(a: float, b: float) -> float:
     """a minus b."""
     return a - b
+
+
+class City(BaseModel):
+    """A city."""
+
+    city: str
+    population: int
 
 
 FUNCTIONS = {"get_weather": get_weather, "difference": difference}
