@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any, cast
 
 from tinkerscript.client import Episode
@@ -10,11 +12,11 @@ from tinkerscript.workers.base_task import Task
 from tinkerscript.workers.worker import TaskRollout
 
 
-def claim(task: Task, sample: dict[str, Any], url: str, number: int = 1) -> Episode:
+def claim(task: Task, sample: Any, url: str, number: int) -> Episode:
     return Episode(
         episode_uuid=f"episode-{number}",
         attempt=1,
-        payload={"task": task.task_id, "sample": sample},
+        payload={"task": task.task_id, "sample": dict(sample)},
         episode_type="train",
         group_id="g",
         openai_base_url=url,
@@ -22,7 +24,9 @@ def claim(task: Task, sample: dict[str, Any], url: str, number: int = 1) -> Epis
     )
 
 
-async def run_claim(
-    rollout: TaskRollout, task: Task, sample: Any, url: str, number: int = 1
-) -> WorkflowOutput:
-    return cast("WorkflowOutput", await rollout(claim(task, dict(sample), url, number)))
+async def run_all(task: Task, url: str, samples: Sequence[Any] = ()) -> list[WorkflowOutput]:
+    """The results of all samples of a task, or of these, which a worker runs at once."""
+    chosen = enumerate(samples or task.samples(held_out=False))
+    async with TaskRollout({task.task_id: task}) as rollout:
+        outputs = await asyncio.gather(*(rollout(claim(task, each, url, number)) for number, each in chosen))
+    return cast("list[WorkflowOutput]", outputs)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from claims import run_claim
+from claims import run_all
 
 from outside_chat import Message, scripted_chat
 from tinkerscript.workers.base_task import load_task
-from tinkerscript.workers.worker import TaskRollout
 
 FILES = {
     "task.toml": """
@@ -47,15 +46,16 @@ async def test_a_task_runs_isolated_and_is_scored_by_its_own_tests(
         (tmp_path / name).write_text(text)
     arguments = {"path": str(tmp_path), "sandbox_env_name": "bubblewrap"}
     task = load_task("inspect_harbor/harbor", arguments)
-    (sample,) = [json.loads(json.dumps(dict(each))) for each in task.samples(held_out=False)]
 
     def script(messages: list[Message]) -> Message:
         if any(message["role"] == "tool" for message in messages):
             return called("submit", answer="done")
         return called("bash", command=f"mkdir -p /app; echo {said} > /app/said.txt; cat /proc/1/comm")
 
-    async with scripted_chat(script) as server, TaskRollout({task.task_id: task}) as rollout:
-        output = await run_claim(rollout, task, sample, server.url)
+    async with scripted_chat(script) as server:
+        # As over the network: JSON.
+        samples = [json.loads(json.dumps(dict(each))) for each in task.samples(held_out=False)]
+        (output,) = await run_all(task, server.url, samples)
     told = [message for message in server.asked[-1][1] if message["role"] == "tool"]
     assert told[0]["content"] == "bwrap\n"
     assert "GREETING" in server.asked[0][1][-1]["content"]

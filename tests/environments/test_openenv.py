@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
-from claims import run_claim
+from claims import run_all
 from countdown_server import start
 from openenv import GenericEnvClient
 
 from outside_chat import Message, scripted_chat
 from tinkerscript.protocol import total_reward
 from tinkerscript.workers.base_task import load_task
-from tinkerscript.workers.worker import TaskRollout
 
 
 def twos(messages: list[Message]) -> str:
@@ -38,11 +35,9 @@ async def own_rewards(url: str, seed: int, counts: list[int]) -> float:
 
 async def test_episodes_are_scored_as_the_environment_scores_them(countdown: str) -> None:
     task = load_task(f"openenv:{countdown}", {"size": 6, "sessions": 4})
-    samples = task.samples(held_out=False)
     expected = [await own_rewards(countdown, seed, [2] * -(-start(seed) // 2)) for seed in range(6)]
-    async with scripted_chat(twos) as server, TaskRollout({task.task_id: task}) as rollout:
-        claims = [run_claim(rollout, task, sample, server.url, n) for n, sample in enumerate(samples)]
-        ours = await asyncio.gather(*claims)
+    async with scripted_chat(twos) as server:
+        ours = await run_all(task, server.url)
     assert [total_reward(output) for output in ours] == pytest.approx(expected)
     assert [output.metadata["scores"]["openenv_reward"] for output in ours] == pytest.approx(expected)
     assert len(set(expected)) > 1, "the seeds are not all alike"
@@ -55,8 +50,8 @@ async def test_episodes_are_scored_as_the_environment_scores_them(countdown: str
 async def test_what_is_no_action_is_said_and_plain_values_are_one(countdown: str) -> None:
     task = load_task(f"openenv:{countdown}", {"size": 1})
     left = start(0)
-    async with scripted_chat(careful) as server, TaskRollout({task.task_id: task}) as rollout:
-        output = await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
+    async with scripted_chat(careful) as server:
+        (output,) = await run_all(task, server.url)
     assert output.log_metrics["misread"] == 1.0
     assert output.log_metrics["steps"] == left + 1.0
     assert total_reward(output) == pytest.approx(0.1 * left + 1.0)
@@ -65,14 +60,7 @@ async def test_what_is_no_action_is_said_and_plain_values_are_one(countdown: str
 
 async def test_an_episode_that_does_not_end_is_cut(countdown: str) -> None:
     task = load_task(f"openenv:{countdown}", {"size": 1, "max_steps": 1})
-    async with (
-        scripted_chat(lambda _: '{"count": 1}') as server,
-        TaskRollout({task.task_id: task}) as rollout,
-    ):
-        output = await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
-    assert output.log_metrics == {
-        "score/openenv_reward": pytest.approx(0.1),
-        "steps": 1.0,
-        "misread": 0.0,
-        "unfinished": 1.0,
-    }
+    async with scripted_chat(lambda _: '{"count": 1}') as server:
+        (output,) = await run_all(task, server.url)
+    given = {"score/openenv_reward": pytest.approx(0.1), "misread": 0.0}
+    assert output.log_metrics == {"steps": 1.0, "unfinished": 1.0, **given}

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import reasoning_gym
-from claims import run_claim
+from claims import run_all
 from reasoning_gym.utils import extract_answer
 
 from outside_chat import Message, scripted_chat
 from tinkerscript.errors import ConfigError, WorkerError
 from tinkerscript.workers.base_task import load_task
-from tinkerscript.workers.worker import TaskRollout
 
 TASKS = ["basic_arithmetic", "spell_backward", "number_sorting", "leg_counting", "mini_sudoku"]
 
@@ -33,10 +32,9 @@ async def test_a_task_is_scored_as_the_package_scores_it(name: str) -> None:
         assert messages[0]["role"] == "system"
         return replies[messages[-1]["content"]]
 
-    async with scripted_chat(script) as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(script) as server:
         # As over the network: JSON.
-        sent = [json.loads(json.dumps(dict(sample))) for sample in samples]
-        ours = [await run_claim(rollout, task, sample, server.url) for sample in sent]
+        ours = await run_all(task, server.url, [json.loads(json.dumps(dict(sample))) for sample in samples])
     theirs = [dataset.score_answer(extract_answer(replies[entry["question"]]), entry) for entry in dataset]
     assert [output.reward for output in ours] == theirs
     assert [output.metadata["scores"] for output in ours] == [{"score": score} for score in theirs]
@@ -54,11 +52,8 @@ async def test_a_whole_reply_can_be_the_answer() -> None:
     options = {"size": 2, "answer_tag": "", "system_prompt": ""}
     task = load_task("reasoning_gym:spell_backward", options)
     sample = task.samples(held_out=False)[0]
-    async with (
-        scripted_chat(lambda _: f" {sample['target']}\n") as server,
-        TaskRollout({"it": task}) as rollout,
-    ):
-        output = await run_claim(rollout, task, sample, server.url)
+    async with scripted_chat(lambda _: f" {sample['target']}\n") as server:
+        (output,) = await run_all(task, server.url, [sample])
     assert output.reward == 1.0
     assert [message["role"] for message in server.asked[0][1]] == ["user"]
 
@@ -72,9 +67,9 @@ def test_held_out_problems_are_others() -> None:
 async def test_another_version_of_the_package_is_refused() -> None:
     task = load_task("reasoning_gym:basic_arithmetic", {"size": 2})
     sample = {**task.samples(held_out=False)[0], "input": "Calculate what the newer version asks."}
-    async with scripted_chat(lambda _: "0") as server, TaskRollout({task.task_id: task}) as rollout:
+    async with scripted_chat(lambda _: "0") as server:
         with pytest.raises(WorkerError, match="is another problem"):
-            await run_claim(rollout, task, sample, server.url)
+            await run_all(task, server.url, [sample])
     assert server.asked == []
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import textarena
-from claims import run_claim
+from claims import run_all
 
 from outside_chat import Message, outside_chat, scripted_chat
 from tinkerscript.errors import ConfigError
 from tinkerscript.workers.base_task import load_task
-from tinkerscript.workers.worker import TaskRollout
 
 ALONE = "GuessTheNumber-v0"
 AGAINST = "TicTacToe-v0"
@@ -59,10 +58,9 @@ def own_game(game: str, seed: int, seats: list[Any]) -> dict[int, float]:
 
 async def test_a_game_alone_is_scored_as_the_package_scores_it() -> None:
     task = load_task(f"textarena:{ALONE}", {"size": 5})
-    samples = task.samples(held_out=False)
     expected = [own_game(ALONE, seed, [halving])[0] for seed in range(5)]
-    async with scripted_chat(halving) as server, TaskRollout({task.task_id: task}) as rollout:
-        ours = [await run_claim(rollout, task, sample, server.url) for sample in samples]
+    async with scripted_chat(halving) as server:
+        ours = await run_all(task, server.url)
     assert [output.reward for output in ours] == expected
     assert max(expected) == 1.0
     assert {output.log_metrics["moves"] for output in ours} != {1.0}
@@ -78,10 +76,8 @@ async def test_a_game_against_a_role_is_scored_for_the_policys_seat() -> None:
     ]
     async with outside_chat(move) as server:
         task = load_task(f"textarena:{AGAINST}", {"size": 4, "opponent": "rival"})
-        samples = task.samples(held_out=False)
-        async with TaskRollout({task.task_id: task}) as rollout:
-            ours = [await run_claim(rollout, task, s, server.url, n) for n, s in enumerate(samples)]
-    assert [sample["seat"] for sample in samples] == [0, 1, 0, 1]
+        ours = await run_all(task, server.url)
+    assert [sample["seat"] for sample in task.samples(held_out=False)] == [0, 1, 0, 1]
     assert [output.reward for output in ours] == [game[seed % 2] for seed, game in enumerate(expected)]
     assert {request["model"] for request in server.requests} == {"policy", "rival"}
     assert {key for key, _ in server.asked} == {f"key-{n}" for n in range(4)}

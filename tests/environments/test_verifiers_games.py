@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from claims import run_claim
+from claims import run_all
 from own_packages import own_evaluation, stand_in_for_uv
 
 from outside_chat import outside_chat
 from tinkerscript.protocol import WorkflowOutput
 from tinkerscript.workers.base_task import load_task
 from tinkerscript.workers.environments import verifiers_environment
-from tinkerscript.workers.worker import TaskRollout
 
 GAME = '''
 import verifiers.v1 as vf
@@ -68,8 +67,7 @@ async def both_ways(
         task = load_task("verifiers:hand-v1", players)
         local = {name: {**LOCAL, **player} for name, player in players.items()}
         (theirs,) = await own_evaluation("hand-v1", server.url, **local)
-        async with TaskRollout({task.task_id: task}) as rollout:
-            ours = await run_claim(rollout, task, task.samples(held_out=False)[0], server.url)
+        (ours,) = await run_all(task, server.url)
     return ours, theirs
 
 
