@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from sandboxes import said, started
 
 from interchange_helpers import eventually
 from tinkerscript.errors import IsolationError
@@ -18,24 +19,12 @@ from tinkerscript.isolation.bubblewrap import Bubblewrap
 
 @pytest.fixture
 async def sandbox() -> AsyncGenerator[Bubblewrap]:
-    sandbox = Bubblewrap()
-    try:
-        await sandbox.start()
+    async with started() as sandbox:
         yield sandbox
-    finally:
-        await sandbox.remove()
-
-
-async def run(sandbox: Bubblewrap, *arguments: str) -> str:
-    """What a command in the sandbox prints."""
-    command = sandbox.command(arguments)
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    printed, _ = await process.communicate()
-    return printed.decode()
 
 
 async def shell(sandbox: Bubblewrap, script: str) -> str:
-    return await run(sandbox, "sh", "-c", script)
+    return await said(sandbox, "sh", "-c", script)
 
 
 def host_processes(mark: str) -> list[int]:
@@ -54,12 +43,12 @@ async def test_nothing_of_this_machine_is_seen_but_its_programs(
     assert "a secret" not in everything
     assert "a-secret" not in everything
     assert "root:" not in everything.replace("/root:", "")
-    processes = await run(sandbox, "ps", "-eo", "pid,args")
+    processes = await said(sandbox, "ps", "-eo", "pid,args")
     assert f" {os.getpid()} " not in processes
     assert len(processes.splitlines()) == 4, processes
     for attempt in ("touch /usr/x", "mount -t tmpfs x /tmp", "unshare --user true", "echo x > /etc/ssl/x"):
         assert await shell(sandbox, f"({attempt}) 2> /dev/null && echo done") == "", attempt
-    assert (await run(sandbox, "sh", "-c", "grep CapEff /proc/self/status")).split()[1] == "0" * 16
+    assert (await said(sandbox, "sh", "-c", "grep CapEff /proc/self/status")).split()[1] == "0" * 16
 
 
 async def test_there_is_no_network_but_what_is_let_in(sandbox: Bubblewrap) -> None:
@@ -69,11 +58,11 @@ async def test_there_is_no_network_but_what_is_let_in(sandbox: Bubblewrap) -> No
         "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 2); print('connected')"
     )
     for address in (("127.0.0.1", port), ("192.0.2.1", 80)):
-        assert "connected" not in await run(sandbox, "python3", "-c", connect, *map(str, address))
+        assert "connected" not in await said(sandbox, "python3", "-c", connect, *map(str, address))
     let_in = await asyncio.start_server(
         lambda reader, writer: writer.close(), sock=await sandbox.listen(port)
     )
-    assert "connected" in await run(sandbox, "python3", "-c", connect, "127.0.0.1", str(port))
+    assert "connected" in await said(sandbox, "python3", "-c", connect, "127.0.0.1", str(port))
     for each in (server, let_in):
         each.close()
         await each.wait_closed()
@@ -97,7 +86,7 @@ async def test_a_program_that_ends_the_sandbox_ends_only_that(sandbox: Bubblewra
 
     await eventually(ended, "the end of the sandbox")
     await sandbox.start()
-    assert await run(sandbox, "echo", "again") == "again\n"
+    assert await said(sandbox, "echo", "again") == "again\n"
 
 
 async def test_work_stays_and_what_later_programs_trust_does_not(sandbox: Bubblewrap) -> None:
@@ -116,35 +105,6 @@ async def test_links_out_of_the_work_folder_lead_nowhere(sandbox: Bubblewrap, tm
     await sandbox.start()
     assert await shell(sandbox, "ls -A /work") == ""
     assert (tmp_path / "kept").read_text() == "this machine's"
-
-
-_KILLED = """
-import asyncio, os, signal, sys
-from tinkerscript.isolation.bubblewrap import Bubblewrap
-
-async def main():
-    sandbox = Bubblewrap()
-    await sandbox.start()
-    script = "mkdir d; touch d/f; chmod 0 d; sleep 100"
-    await asyncio.create_subprocess_exec(*sandbox.command(["sh", "-c", script]))
-    while not (sandbox.root / "work/d").exists():
-        await asyncio.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-asyncio.run(main())
-"""
-
-
-async def test_nothing_stays_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", _KILLED, env={**os.environ, "TMPDIR": str(tmp_path)}
-    )
-    assert await process.wait() == -9
-
-    async def nothing_left() -> bool:
-        return not [*tmp_path.iterdir()] and not host_processes(str(tmp_path))
-
-    await eventually(nothing_left, "the end of the sandbox and its files")
 
 
 async def test_what_bubblewrap_says_reaches_the_user(
@@ -206,7 +166,7 @@ def test_a_program_cannot_type_into_the_workers_terminal() -> None:
     finally:
         os.close(ours)
         os.close(terminal)
-    said = worker.stderr.decode()
-    assert worker.returncode == 0, said
-    assert said.count("refused") == 8, said
-    assert "typed by" not in said
+    told = worker.stderr.decode()
+    assert worker.returncode == 0, told
+    assert told.count("refused") == 8, told
+    assert "typed by" not in told

@@ -7,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from inspect_ai.dataset import Sample
 from inspect_ai.scorer import Score, Scorer, Target, accuracy, scorer
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 from inspect_ai.util import ComposeConfig, SandboxEnvironmentSpec, sandbox
+from sandboxes import run, started
 
 from inspect_tinker_bridge import GenerateRequest, TaskRunner, load_inspect_task
 from interchange_helpers import eventually
@@ -50,32 +49,13 @@ EOF
 LONG = "head -c 20000000 /dev/zero > long; stat -c %s long"
 
 
-@asynccontextmanager
-async def started(limits: ResourceLimits) -> AsyncGenerator[Bubblewrap]:
-    sandbox = Bubblewrap(limits)
-    try:
-        await sandbox.start()
-        yield sandbox
-    finally:
-        await sandbox.remove()
-
-
-async def run(sandbox: Bubblewrap, *arguments: str) -> tuple[int, str]:
-    """The exit status of a command in the sandbox, and what it prints."""
-    command = sandbox.command(arguments)
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    printed, _ = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, printed.decode()
-
-
 def groups(mark: str) -> list[Path]:
     return [group for parent in group_parents() for group in parent.glob(f"*{mark}*")]
 
 
 async def check_limits() -> None:
     """Each limit is kept, and by one sandbox alone."""
-    async with started(LIMITS) as limited, started(ResourceLimits()) as free:
+    async with started(LIMITS) as limited, started() as free:
         status, said = await run(limited, *HOG)
         assert status == -9 or "MemoryError" in said, said
         assert await run(free, *HOG) == (0, f"{400 * 2**20}\n")
@@ -154,8 +134,10 @@ asyncio.run(main())
 
 
 async def test_nothing_stays_of_a_bomb_whose_worker_is_killed(tmp_path: Path) -> None:
+    """Nor of a folder that it may not open."""
+    bomb = f"mkdir d; touch d/f; chmod 0 d\n{BOMB}"
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _KILLED.replace("BOMB", repr(BOMB))),
+        *(sys.executable, "-c", _KILLED.replace("BOMB", repr(bomb))),
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
     )
