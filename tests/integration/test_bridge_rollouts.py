@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from inspect_ai import Task
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import exact, match
 from inspect_ai.solver import Generate, Solver, TaskState, generate, solver
-from tinker_cookbook.completers import TokensWithLogprobs
+from tinker_cookbook.completers import TinkerTokenCompleter, TokensWithLogprobs
 from tinker_cookbook.renderers import Renderer
 from tinker_cookbook.rl.data_processing import trajectory_to_data
 from tinker_cookbook.rl.rollouts import (
@@ -25,6 +26,8 @@ import bridge_tasks
 from bridge_parts import END, Says, bytes_renderer, call, calls_of
 from bridge_tasks import ScriptedSampling
 from inspect_tinker_bridge import load_environment
+from small_models import small_model
+from tinkerscript.engine.embedded import EmbeddedEngine
 from tinkerscript.rollouts.advantages import WeightedRollout
 from tinkerscript.rollouts.merge import merge_calls
 from tinkerscript.rollouts.trainers import to_datum
@@ -95,6 +98,24 @@ class Meets(Says):
     async def __call__(self, *args: Any, **options: Any) -> TokensWithLogprobs:
         await self.barrier.wait()
         return await super().__call__(*args, **options)
+
+
+async def test_the_embedded_engine_samples_through_their_completer(
+    renderer: Renderer, byte_model: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(byte_model, tmp_path / "model")
+    small_model("Qwen3", vocab_size=320, num_key_value_heads=2, max_position_embeddings=4096).save_pretrained(
+        folder
+    )
+    file = f"{bridge_tasks.__file__}@adding"
+    dataset = load_environment(file, renderer, env_type="task", num_envs_per_group=4, max_turns=2)
+    with EmbeddedEngine(folder, checkpoint_dir=tmp_path, seed=1) as engine:
+        policy = TinkerTokenCompleter(await engine.create_sampling_client(), max_tokens=12)
+        group = await do_group_rollout(dataset.get_batch(0)[0], policy)
+    for trajectory in group.trajectories_G:
+        assert (len(trajectory.transitions), trajectory.stop_reason) == (2, "max_turns")
+        assert_same_data(trajectory, sequences=1)
+    assert len(group.trajectories_G) == 4
 
 
 async def test_groups_of_different_tasks_and_options_run_at_the_same_time(renderer: Renderer) -> None:

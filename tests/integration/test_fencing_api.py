@@ -15,6 +15,7 @@ from interchange_helpers import (
     FAST,
     collect,
     consumed,
+    eventually,
     new_episodes,
     run_config,
     scripted,
@@ -109,6 +110,21 @@ async def test_a_claim_does_not_expire_while_its_call_is_answered(tmp_path: Path
         await setup.metric_becomes("tinkerscript_expired_claims_total", 2)
         refused = await setup.call(claim.openai_api_key)
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "claim_lost")
+
+
+async def test_a_heartbeat_renews_and_answers(setup: Setup) -> None:
+    await setup.link.register(new_episodes("e", "canary"))
+    await setup.claim(allow_discard_timeout=0.5)
+    body = {"client_uuid": "c", "episode_uuid": "e", "attempt": 1}
+
+    async def beat_until_the_canary_expired() -> bool:
+        reply = await setup.post("/heartbeat_episode", **body)
+        assert (reply["can_continue"], reply["policy_version"]) == (True, 0)
+        return await setup.metric("tinkerscript_expired_claims_total") == 1
+
+    await setup.claim("idle", allow_discard_timeout=1.0)
+    await eventually(beat_until_the_canary_expired)
+    await setup.post("/heartbeat_episode", 401, client_uuid="c", episode_uuid="e")
 
 
 # Pools
