@@ -187,7 +187,7 @@ agents: $(VENV)/.installed $(AGENTS)/.installed bubblewrap  ## Claude Code, Code
 docker: $(VENV)/.installed bubblewrap  ## Inspect tasks in containers, and what is killed beside them (the engine that runs, or as root of a Debian one of its own, 500 MB; 4 min)
 	$(BIN)/$(PYTEST) tests/docker
 
-cluster: $(TESTS)/.installed postgres nginx $(if $(LONG),$(VLLM)/.installed)  ## Ray, PostgreSQL, fail-over, the examples for Slurm, Kubernetes, systemd, nginx; LONG=1 for rolling restarts and vLLM on Ray
+cluster: $(TESTS)/.installed postgres nginx $(if $(LONG),$(VLLM)/.installed)  ## Ray, PostgreSQL, fail-over, the examples for Slurm, Kubernetes, systemd, nginx; LONG=1 for the loss of nodes and vLLM on Ray
 	CHAOS_EPISODES=100 CHAOS_WORKERS=4 CHAOS_KILLS=1 CHAOS_CLAIM_S=20 \
 		$(TESTS)/bin/$(PYTEST) -n $(if $(LONG),1,3) --dist worksteal $(MARKED) \
 		$(if $(LONG),,tests/chaos/test_failover_kills.py) tests/cluster

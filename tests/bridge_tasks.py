@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,7 @@ from inspect_ai.agent import react
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import match
 
-from bridge_parts import END, add, call, register_bytes
-
-
-def register_in_worker(folder: str) -> None:
-    """What a worker process runs first: the tokenizer by its name."""
-    register_bytes(Path(folder))
+from bridge_parts import END, add, call
 
 
 @task

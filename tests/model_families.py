@@ -1,7 +1,7 @@
 """Small random models of the families that people train: what the engine can do with each of them.
 
 `scripts/write_families.py` makes the table of docs/models.md from what `examine` finds, and
-`tests/unit/engine/test_families.py` holds every family to it.
+`tests/acceptance/test_families.py` holds every family to it.
 """
 
 from __future__ import annotations

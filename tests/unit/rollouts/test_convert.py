@@ -74,7 +74,7 @@ def test_verl_takes_token_rewards() -> None:
 
 
 def test_trl_has_the_fields_of_its_published_version(several: list[EpisodeRollouts]) -> None:
-    """Read from TRL 1.16.0; `tests/acceptance/test_trainers.py` runs it."""
+    """Read from TRL 1.16.0; `tests/peers/test_peer_recipes.py` runs it."""
     group = make_group(several)
     required = {"prompt_ids", "completion_ids", "logprobs"}
     assert to_trl([group]).keys() == required | {"env_mask", "reward", "group_id", "episode_uuid"}
