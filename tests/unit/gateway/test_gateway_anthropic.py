@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from event_streams import events_of
 from gateway_bench import CLAIM, Bench
+from sse_events import events_of
 from tinkerscript.gateway.dialects import AnthropicMessages
 
 TOOL: dict[str, Any] = {"name": "add", "input_schema": {"type": "object"}}

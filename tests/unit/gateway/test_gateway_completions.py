@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from event_streams import events_of
 from gateway_bench import Bench, WaitingSampler
+from sse_events import events_of
 from tinkerscript.errors import GatewayError
 from tinkerscript.gateway.sampled_model import sample_all
 from tinkerscript.rollouts.call import full_prompts, pack_ids, unpack_ids

@@ -13,7 +13,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-import event_streams
+import sse_events
 from gateway_bench import Bench
 from tinkerscript.gateway.dialects import Responses
 from tinkerscript.gateway.dialects.dialect import ModelCall
@@ -46,7 +46,7 @@ async def ask(bench: Bench, items: Any = "hi", **fields: Any) -> dict[str, Any]:
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
-    events = event_streams.events_of(response)
+    events = sse_events.events_of(response)
     for event in events:
         EVENT.validate_python(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asgi_caller import AsgiCaller
-from event_streams import events_of
 from gateway_bench import CLAIM, Bench, WaitingSampler
 from interchange_helpers import until
+from sse_events import events_of
 from tinkerscript.gateway import streamed_reply
 from tinkerscript.gateway.claim_book import OpenClaim
 from tinkerscript.rollouts.call import pack_ids, pack_logprobs

@@ -14,9 +14,9 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from event_streams import events_of
 from gateway_bench import Bench
 from session_book import tool_result, user
+from sse_events import events_of
 from tinkerscript.errors import AlignmentError
 from tinkerscript.inference_ctx.choices import read_choice
 from tinkerscript.rollouts.alignment import find_errors
