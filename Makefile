@@ -46,7 +46,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt dev/install.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip --disable-pip-version-check install --quiet --no-compile --upgrade pip==26.3
 	$(INSTALL) --constraint constraints.txt --editable '.[all]' --group dev
-	$(BIN)/python -c 'import inspect_tinker_bridge, tinkerscript.server.app, tinkerscript.train.run'
+	$(BIN)/python -c 'import datasets' & \
+		$(BIN)/python -c 'import inspect_tinker_bridge, peft, tinkerscript.server.app, tinkerscript.train.run' && wait $$!
 	touch $@
 
 $(VENV)/.acceptance: $(VENV)/.installed
