@@ -124,6 +124,7 @@ async def test_a_heartbeat_renews_and_answers(setup: Setup) -> None:
 
     await setup.claim("idle", allow_discard_timeout=1.0)
     await eventually(beat_until_the_canary_expired)
+    assert (await setup.post("/heartbeat_episode", **body))["can_continue"] is True, "it was the canary"
     await setup.post("/heartbeat_episode", 401, client_uuid="c", episode_uuid="e")
 
 

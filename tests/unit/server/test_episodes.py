@@ -127,10 +127,13 @@ def test_a_claim_asks_for_a_type(book: EpisodeBook) -> None:
 
 
 def test_an_expired_claim_is_fenced_off(book: EpisodeBook, clock: Clock) -> None:
-    """The model below tests when a lease expires; here is what a late client is told."""
     registered(book, "e")
     episode = claimed(book, "slow")
-    clock.now += 10
+    clock.now += 9
+    book.held("e", 1)
+    clock.now += 9
+    assert not book.expire(), "activity renewed the lease"
+    clock.now += 1
     assert book.expire() == [episode]
     assert book.leases.next_deadline() is None
     claimed(book, "quick")
@@ -368,6 +371,12 @@ class EpisodesLikeTheModel(RuleBasedStateMachine):
         else:
             with pytest.raises((NotTheOwnerError, UnknownEpisodeError)):
                 self.book.held(uuid, attempt)
+
+    @precondition(lambda self: self.any_in("claimed"))
+    @rule(data=st.data())
+    def renew_one_that_holds(self, data: st.DataObject) -> None:
+        uuid = self.pick(data, "claimed")
+        self.renew(uuid, len(self.model[uuid].claims))
 
     @precondition(lambda self: self.any_in("claimed"))
     @rule(data=st.data())
